@@ -1,0 +1,155 @@
+"""What the cache tells whoever watches: typed events, observers, and the bus between them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events. Events carry no tensor, no token and no secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkAdmitted(Event):
+    """A tier holds this key from now on. `sequence` numbers one tier's admit / evict stream from 1."""
+
+    tier: str
+    key: str
+    nbytes: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkEvicted(Event):
+    """A tier no longer holds this key. `reason`: capacity, cleared, lost, corrupt, replaced, moved."""
+
+    tier: str
+    key: str
+    nbytes: int
+    sequence: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameRejected(Event):
+    """Bytes read from a tier failed verification; they were served to nobody."""
+
+    tier: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerChanged(Event):
+    """A tier's read or write breaker moved to `state`: closed, open or half-open."""
+
+    tier: str
+    operation: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierDown(Event):
+    """A tier can't be used by this process for now; the chain runs on without it."""
+
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierUp(Event):
+    """A tier is in use: opened, or healed after TierDown."""
+
+    tier: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreShed(Event):
+    """A chunk was not written to a tier. `reason`: pool full, queue full, evicted, breaker, failed, …"""
+
+    tier: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseLost(Event):
+    """A lease was dropped without release; `origin` is where it was taken (debug mode), else empty."""
+
+    owner: str
+    nbytes: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored(Event):
+    """One `store` call ended: tokens newly stored, tokens already there, seconds."""
+
+    num_tokens: int
+    num_known_tokens: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrieved(Event):
+    """One `retrieve` call ended. `tokens_by_tier` sums to the tokens loaded."""
+
+    num_tokens: int
+    num_wanted_tokens: int
+    tokens_by_tier: tuple[tuple[str, int], ...]
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookedUp(Event):
+    """One `lookup` call ended."""
+
+    num_tokens: int
+    num_hit_tokens: int
+    seconds: float
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Receives every event, on the thread that caused it. Must return quickly; may not call back in."""
+
+    def on_event(self, event: Event) -> None: ...
+
+
+class EventBus:
+    """Delivers events to observers; an observer that raises is logged once and removed.
+
+    Never call `emit` while a lock is held (style.md 16).
+    """
+
+    def __init__(self) -> None:
+        self._observers: tuple[Observer, ...] = ()
+        self._lock = threading.Lock()  # guards replacement of the tuple; readers take it as it is
+
+    def subscribe(self, observer: Observer) -> Callable[[], None]:
+        """Adds `observer`; calling the returned function removes it (idempotent)."""
+        with self._lock:
+            self._observers = (*self._observers, observer)
+        return lambda: self._remove(observer)
+
+    def emit(self, event: Event) -> None:
+        for observer in self._observers:
+            try:
+                observer.on_event(event)
+            except Exception:  # recorded boundary: observers are foreign code
+                log.exception("observer %r raised and was removed", observer)
+                self._remove(observer)
+
+    def _remove(self, observer: Observer) -> None:
+        with self._lock:
+            self._observers = tuple(o for o in self._observers if o is not observer)
