@@ -1,0 +1,45 @@
+"""KV caches of language models, kept in a chain of storage tiers.
+
+Importing this package loads nothing heavy: every public name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmcache_core.config import CacheConfig as CacheConfig
+    from lmcache_core.config import load_config as load_config
+    from lmcache_core.connectors.transformers import CachedGenerator as CachedGenerator
+    from lmcache_core.engine import CacheEngine as CacheEngine
+    from lmcache_core.errors import LMCacheError as LMCacheError
+    from lmcache_core.identity import ModelRecord as ModelRecord
+    from lmcache_core.identity import Part as Part
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CacheConfig": "lmcache_core.config",
+    "CacheEngine": "lmcache_core.engine",
+    "CachedGenerator": "lmcache_core.connectors.transformers",
+    "LMCacheError": "lmcache_core.errors",
+    "ModelRecord": "lmcache_core.identity",
+    "Part": "lmcache_core.identity",
+    "load_config": "lmcache_core.config",
+}
+
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
