@@ -342,7 +342,7 @@ class Backend(ABC, Generic[C]):
 class Resident(Protocol):
     """A backend that keeps frames where they already lie, in the pool: no byte moves either way.
 
-    Both methods return at once, never block, and are called without any lock held.
+    The methods return at once, never block, and are called without any lock held.
     """
 
     def adopt(self, key: StorageKey, hold: Hold) -> Outcome:
@@ -350,3 +350,6 @@ class Resident(Protocol):
 
     def borrow(self, key: StorageKey) -> Lease | None:
         """A new lease on the value's bytes, or None for a miss."""
+
+    def discard(self, key: StorageKey, hold: Hold) -> bool:
+        """Drops `hold` and, while it is still the value of `key`, the value. False when it was not."""
