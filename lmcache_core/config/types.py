@@ -143,7 +143,8 @@ def _parse_bytes(text: str) -> int:
         units = "B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
         raise ValueError(f"{describe(text)} is not a size; write a number with {units}")
     whole, _, fraction = match[1].partition(".")
-    nbytes, rest = divmod(int(whole + fraction) * factor, 10 ** len(fraction))
+    scale: int = 10 ** len(fraction)
+    nbytes, rest = divmod(int(whole + fraction) * factor, scale)
     if rest:
         raise ValueError(f"{text.strip()} is not a whole number of bytes")
     return nbytes
