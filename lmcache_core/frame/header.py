@@ -1,6 +1,6 @@
 """The frame header: its fields, its rules, and its one canonical encoding.
 
-All integers are little-endian. A header is `header_nbytes` = n x 4096 bytes, n as small as its content allows:
+All integers are little-endian. A header is n x 4096 bytes, n as small as its content allows:
 
     0   8s   magic "lmcframe"
     8   u16  version (1)
@@ -144,7 +144,9 @@ def parse_header(memory: memoryview) -> FrameHeader:
     """
     if len(memory) < PAGE_NBYTES:
         raise Corrupt(f"{len(memory)} bytes are too short for a frame header")
-    magic, version, kind, pages, first_token, num_tokens, num_segments, num_codecs = _FIXED.unpack_from(memory)
+    magic, version, kind, pages, first_token, num_tokens, num_segments, num_codecs = _FIXED.unpack_from(
+        memory
+    )
     if magic != _MAGIC:
         raise Corrupt("not a frame: wrong magic")
     if version != FRAME_VERSION:
@@ -227,13 +229,17 @@ def _check_fields(header: FrameHeader) -> None:
     elif header.part or header.num_tokens or header.first_token:
         raise ValueError("a record has no part and no tokens")
     if not all(_TEXT.fullmatch(text) for text in (header.content_format, header.key_id)):
-        raise ValueError(f"content_format and key_id must be at most {MAX_TEXT_CHARS} printable ASCII characters")
+        raise ValueError(
+            f"content_format and key_id must be at most {MAX_TEXT_CHARS} printable ASCII characters"
+        )
     if len(header.codecs) > MAX_CODECS or not all(c and _TEXT.fullmatch(c) for c in header.codecs):
         raise ValueError(f"codecs must be at most {MAX_CODECS} names of 1 to {MAX_TEXT_CHARS} characters")
     if not 1 <= len(header.segments) <= MAX_SEGMENTS:
         raise ValueError(f"{len(header.segments)} segments, allowed are 1 to {MAX_SEGMENTS}")
     for stored in header.segments:
-        if not (1 <= stored.stored_nbytes <= MAX_SEGMENT_NBYTES and 1 <= stored.raw_nbytes <= MAX_SEGMENT_NBYTES):
+        if not (
+            1 <= stored.stored_nbytes <= MAX_SEGMENT_NBYTES and 1 <= stored.raw_nbytes <= MAX_SEGMENT_NBYTES
+        ):
             raise ValueError(f"a segment's length must be 1 to {MAX_SEGMENT_NBYTES} bytes: {stored}")
         if not 0 <= stored.checksum < 2**64:
             raise ValueError(f"a checksum must have 64 bits: {stored}")

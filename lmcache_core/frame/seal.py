@@ -31,7 +31,8 @@ def seal(memory: memoryview, header: FrameHeader) -> FrameHeader:
     memory = _flat(memory)
     if len(memory) != header.frame_nbytes or memory.readonly:
         raise ValueError(
-            f"sealing needs {header.frame_nbytes} writable bytes, not {len(memory)} (read-only: {memory.readonly})"
+            f"sealing needs {header.frame_nbytes} writable bytes, "
+            f"not {len(memory)} (read-only: {memory.readonly})"
         )
     segments = []
     for offset, segment in zip(header.segment_offsets, header.segments, strict=True):

@@ -1,0 +1,185 @@
+"""What one engine layer's KV looks like: planes of `[heads, blocks, block slots, width]`, by strides.
+
+An axes string names the dimensions of the engine's tensors, outermost first:
+
+    b  batch row             n  block                       c  K, then V (size 2)
+    h  KV head               s  slot inside a block         e  K and V of one token and head, adjacent
+    t  token slot            d  elements of K (or of V)        (2 x d elements)
+
+A token's slot is its position in `t`, or block x block slots + place in the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_core.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PAIR_AXES = frozenset("bhtd")
+_BLOCK_AXES = (frozenset("cnshd"), frozenset("nshe"))
+
+
+@dataclass(frozen=True, slots=True)
+class KVContent:
+    """The bytes of one token and head: `dim` elements of K, then `dim` of V, little-endian `dtype`.
+
+    Its text is the content format of a part: `kv float32 64`. A segment in it is `[heads, tokens, 2 x dim]`,
+    row-major and without gaps (docs/adr/0003-payload-order.md).
+
+    Raises:
+        UnsupportedModel: a dtype other than float32, bfloat16 and float16.
+        ValueError: `dim` is not positive.
+    """
+
+    dtype: str
+    dim: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _ITEM_NBYTES:
+            raise UnsupportedModel(f"KV of dtype {self.dtype}; supported are {', '.join(_ITEM_NBYTES)}")
+        if self.dim < 1:
+            raise ValueError(f"a head has at least one element, not {self.dim}")
+
+    @property
+    def text(self) -> str:
+        return f"kv {self.dtype} {self.dim}"
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.dim * _ITEM_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A layer's K, its V, or both side by side: `[heads, blocks, block slots, width]`, a view, not a copy.
+
+    It fills the elements from `column` on of each token and head in the payload. Rows of `width` elements
+    are contiguous, no two overlap, and every other stride is a multiple of `width`, so that the plane is
+    also a table of rows.
+    """
+
+    tensor: Tensor
+    column: int
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.column, self.column + self.tensor.shape[3])
+
+    def table(self) -> Tensor:
+        """The plane's memory as rows `[rows, width]`, starting at head 0, slot 0."""
+        width = self.tensor.shape[3]
+        last = sum((n - 1) * s for n, s in zip(self.tensor.shape[:3], self.row_strides(), strict=True))
+        return self.tensor.as_strided((last + 1, width), (width, 1), self.tensor.storage_offset())
+
+    def row_strides(self) -> tuple[int, int, int]:
+        """Rows of `table` from one head, block and block slot to the next."""
+        width = self.tensor.shape[3]
+        heads, blocks, slots, _ = self.tensor.stride()
+        return heads // width, blocks // width, slots // width
+
+
+def pair_planes(keys: Sequence[Tensor], values: Sequence[Tensor], axes: str, row: int) -> list[list[Plane]]:
+    """Planes of one batch row of separate K and V tensors, a layer each.
+
+    Raises:
+        UnsupportedModel: the tensors don't fit `axes`, each other, or what a plane must be.
+        ValueError: `axes` or `row` make no sense, or there is no layer.
+    """
+    if len(axes) != 4 or set(axes) != _PAIR_AXES:
+        raise ValueError(f"axes {axes!r} are not a permutation of 'bhtd'")
+    if len(keys) != len(values):
+        raise UnsupportedModel(f"{len(keys)} layers of K, {len(values)} of V")
+    _check_alike([*keys, *values], axes)
+    batch = keys[0].shape[axes.index("b")]
+    if not 0 <= row < batch:
+        raise ValueError(f"row {row} of a batch of {batch}")
+    order = [axes.index(axis) for axis in "bhtd"]
+    dim = keys[0].shape[axes.index("d")]
+
+    def plane(tensor: Tensor, layer: int, column: int) -> Plane:
+        return _plane(tensor.permute(order)[row].unsqueeze(1), layer, column)
+
+    return [
+        [plane(k, layer, 0), plane(v, layer, dim)]
+        for layer, (k, v) in enumerate(zip(keys, values, strict=True))
+    ]
+
+
+def block_planes(layers: Sequence[Tensor], axes: str) -> list[list[Plane]]:
+    """Planes of one block tensor a layer.
+
+    Raises:
+        UnsupportedModel: the tensors don't fit `axes`, each other, or what a plane must be.
+        ValueError: `axes` make no sense, or there is no layer.
+    """
+    if len(set(axes)) != len(axes) or frozenset(axes) not in _BLOCK_AXES:
+        raise ValueError(f"axes {axes!r} are not a permutation of 'cnshd' or 'nshe'")
+    _check_alike(layers, axes)
+    shape = dict(zip(axes, layers[0].shape, strict=True))
+    if "e" in axes:
+        if shape["e"] % 2:
+            raise UnsupportedModel(f"K and V can't share {shape['e']} elements equally")
+        order = [axes.index(axis) for axis in "hnse"]
+        return [[_plane(tensor.permute(order), layer, 0)] for layer, tensor in enumerate(layers)]
+    if shape["c"] != 2:
+        raise UnsupportedModel(
+            f"the K/V axis has {shape['c']} entries, not 2, in shape {_numbers(layers[0])}"
+        )
+    order = [axes.index(axis) for axis in "chnsd"]
+    return [
+        [_plane(tensor.permute(order)[c], layer, c * shape["d"]) for c in range(2)]
+        for layer, tensor in enumerate(layers)
+    ]
+
+
+def _check_alike(tensors: Sequence[Tensor], axes: str) -> None:
+    if not tensors:
+        raise ValueError("no layer given")
+    first = tensors[0]
+    if first.dim() != len(axes):
+        raise UnsupportedModel(
+            f"shape {_numbers(first)} has {first.dim()} dimensions, axes {axes!r} name {len(axes)}"
+        )
+    if first.numel() == 0:
+        raise UnsupportedModel(f"a KV tensor of shape {_numbers(first)} holds nothing")
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != first.shape:
+            raise UnsupportedModel(
+                f"tensor {index} has shape {_numbers(tensor)}, the first {_numbers(first)}"
+            )
+        if tensor.dtype != first.dtype:
+            raise UnsupportedModel(f"tensor {index} has dtype {tensor.dtype}, the first {first.dtype}")
+        if tensor.device.type != "cpu":
+            raise UnsupportedModel(f"tensor {index} is on {tensor.device}; only cpu tensors are supported")
+
+
+def _plane(tensor: Tensor, layer: int, column: int) -> Plane:
+    """Checks that `[heads, blocks, slots, width]` is a plane; a dimension of one entry has any stride."""
+    *outer, (width, step) = zip(tensor.shape, tensor.stride(), strict=True)
+    problem = ""
+    if width > 1 and step != 1:
+        problem = "elements of a head are not contiguous"
+    extent = width
+    for size, stride in sorted((pair for pair in outer if pair[0] > 1), key=lambda pair: pair[1]):
+        if stride % width:
+            problem = problem or f"stride {stride} is not a multiple of a row of {width} elements"
+        elif stride < extent:
+            problem = problem or "tokens overlap"
+        extent = stride * size
+    if problem:
+        raise UnsupportedModel(
+            f"layer {layer}: {problem}: [heads, blocks, slots, width] is {_numbers(tensor)}, "
+            f"its strides {tensor.stride()}"
+        )
+    strides = [stride if size > 1 else 0 for size, stride in outer]
+    return Plane(tensor.as_strided(tensor.shape, (*strides, 1), tensor.storage_offset()), column)
+
+
+def _numbers(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

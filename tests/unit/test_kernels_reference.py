@@ -1,0 +1,457 @@
+"""Gather and scatter against an oracle that indexes one element at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from lmcache_core.errors import UnsupportedModel
+from lmcache_core.kernels import PagedKV
+
+LAYERS, HEADS, DIM = 3, 2, 4
+BLOCKS, BLOCK_SLOTS = 5, 3
+SENTINEL = -7.0
+
+
+def number(layer: int, kv: int, head: int, slot: int, element: int) -> float:
+    """The value that the tests put at one place; exact in bfloat16 only where it is below 256."""
+    return float((((layer * 2 + kv) * HEADS + head) * 16 + slot) * DIM + element)
+
+
+def places(num_slots: int) -> Iterator[tuple[int, int, int, int]]:
+    return itertools.product(range(2), range(HEADS), range(num_slots), range(DIM))
+
+
+def block_place(axes: str, kv: int, head: int, slot: int, element: int) -> tuple[int, ...]:
+    """Where an engine with these axes keeps one element."""
+    values = {
+        "c": kv,
+        "h": head,
+        "n": slot // BLOCK_SLOTS,
+        "s": slot % BLOCK_SLOTS,
+        "d": element,
+        "e": kv * DIM + element,
+    }
+    return tuple(values[axis] for axis in axes)
+
+
+def block_shape(axes: str) -> list[int]:
+    sizes = {"c": 2, "h": HEADS, "n": BLOCKS, "s": BLOCK_SLOTS, "d": DIM, "e": 2 * DIM}
+    return [sizes[axis] for axis in axes]
+
+
+def numbered_blocks(axes: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    layers = []
+    for layer in range(LAYERS):
+        tensor = torch.full(block_shape(axes), SENTINEL, dtype=dtype)
+        for kv, head, slot, element in places(BLOCKS * BLOCK_SLOTS):
+            tensor[block_place(axes, kv, head, slot, element)] = number(layer, kv, head, slot, element)
+        layers.append(tensor)
+    return layers
+
+
+def numbered_pairs(
+    axes: str, rows: int, row: int, num_slots: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    sizes = {"b": rows, "h": HEADS, "t": num_slots, "d": DIM}
+    both = []
+    for kv in range(2):
+        layers = []
+        for layer in range(LAYERS):
+            tensor = torch.full([sizes[axis] for axis in axes], SENTINEL)
+            for head, slot, element in itertools.product(range(HEADS), range(num_slots), range(DIM)):
+                place = {"b": row, "h": head, "t": slot, "d": element}
+                tensor[tuple(place[axis] for axis in axes)] = number(layer, kv, head, slot, element)
+            layers.append(tensor)
+        both.append(layers)
+    return both[0], both[1]
+
+
+def new_payload(
+    num_tokens: int, itemsize: int = 4, num_heads: int = HEADS, dim: int = DIM
+) -> list[memoryview]:
+    nbytes = num_heads * num_tokens * 2 * dim * itemsize
+    return [memoryview(bytearray(b"\xa5" * nbytes)) for _ in range(LAYERS)]
+
+
+def payload_numbers(payload: Sequence[memoryview]) -> list[list[float]]:
+    return [list(memory.cast("f")) for memory in payload]
+
+
+def expected_numbers(slots: Sequence[int]) -> list[list[float]]:
+    """The canonical order, written out: [layers][heads, tokens, K then V]."""
+    return [
+        [
+            number(layer, kv, head, slot, element)
+            for head in range(HEADS)
+            for slot in slots
+            for kv in range(2)
+            for element in range(DIM)
+        ]
+        for layer in range(LAYERS)
+    ]
+
+
+BLOCK_AXES = ["cnshd", "ncshd", "nshe", "nhse", "nchsd"]
+RANGES = [range(15), range(3), range(1, 2), range(4, 6), range(2, 14), range(3, 9), range(8, 10)]
+INDEXES = [[0], [14, 0, 7], [5, 4, 3, 2], list(range(15))]
+
+
+@pytest.mark.parametrize("axes", BLOCK_AXES)
+@pytest.mark.parametrize("slots", RANGES, ids=str)
+def test_gather_of_a_range_of_block_slots_yields_each_tokens_own_values(axes: str, slots: range) -> None:
+    payload = new_payload(len(slots))
+    PagedKV.from_blocks(numbered_blocks(axes), axes=axes).gather(slots, payload)
+    assert payload_numbers(payload) == expected_numbers(slots)
+
+
+@pytest.mark.parametrize("axes", BLOCK_AXES)
+@pytest.mark.parametrize("slots", INDEXES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_gather_of_any_block_slots_yields_each_tokens_own_values(
+    axes: str, slots: list[int], dtype: torch.dtype
+) -> None:
+    payload = new_payload(len(slots))
+    PagedKV.from_blocks(numbered_blocks(axes), axes=axes).gather(torch.tensor(slots, dtype=dtype), payload)
+    assert payload_numbers(payload) == expected_numbers(slots)
+
+
+@pytest.mark.parametrize("axes", BLOCK_AXES)
+@pytest.mark.parametrize("slots", [*RANGES, *INDEXES], ids=str)
+def test_scatter_writes_the_named_block_slots_and_no_other(axes: str, slots: range | list[int]) -> None:
+    layers = [torch.full(block_shape(axes), SENTINEL) for _ in range(LAYERS)]
+    payload = new_payload(len(slots))
+    for memory, numbers in zip(payload, expected_numbers(slots), strict=True):
+        memory.cast("f")[:] = memoryview(torch.tensor(numbers).numpy())
+    PagedKV.from_blocks(layers, axes=axes).scatter(
+        slots if isinstance(slots, range) else torch.tensor(slots), payload
+    )
+    for layer, tensor in enumerate(layers):
+        for kv, head, slot, element in places(BLOCKS * BLOCK_SLOTS):
+            want = number(layer, kv, head, slot, element) if slot in slots else SENTINEL
+            assert tensor[block_place(axes, kv, head, slot, element)].item() == want
+
+
+@pytest.mark.parametrize("axes", ["bhtd", "bthd", "htbd"])
+@pytest.mark.parametrize("slots", [range(11), range(3, 7), [9, 0, 4]], ids=str)
+def test_gather_reads_one_row_of_key_and_value_pairs(axes: str, slots: range | list[int]) -> None:
+    keys, values = numbered_pairs(axes, rows=3, row=1, num_slots=11)
+    payload = new_payload(len(slots))
+    kv = PagedKV.from_pairs(keys, values, axes=axes, row=1)
+    kv.gather(slots if isinstance(slots, range) else torch.tensor(slots), payload)
+    assert payload_numbers(payload) == expected_numbers(slots)
+
+
+@pytest.mark.parametrize("axes", ["bhtd", "bthd", "htbd"])
+@pytest.mark.parametrize("slots", [range(11), range(3, 7), [9, 0, 4]], ids=str)
+def test_scatter_writes_one_row_of_key_and_value_pairs_and_no_other(
+    axes: str, slots: range | list[int]
+) -> None:
+    want_keys, want_values = numbered_pairs(axes, rows=3, row=2, num_slots=11)
+    keys = [torch.full_like(tensor, SENTINEL) for tensor in want_keys]
+    values = [torch.full_like(tensor, SENTINEL) for tensor in want_values]
+    payload = new_payload(len(slots))
+    for memory, numbers in zip(payload, expected_numbers(slots), strict=True):
+        memory.cast("f")[:] = memoryview(torch.tensor(numbers).numpy())
+    kv = PagedKV.from_pairs(keys, values, axes=axes, row=2)
+    kv.scatter(slots if isinstance(slots, range) else torch.tensor(slots), payload)
+    others = [slot for slot in range(11) if slot not in slots]
+    for tensor in (*want_keys, *want_values):
+        tensor.index_fill_(axes.index("t"), torch.tensor(others, dtype=torch.int64), SENTINEL)
+    for got, want in zip([*keys, *values], [*want_keys, *want_values], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_strided_views_into_larger_storage_are_read_and_written_in_place() -> None:
+    storage = torch.full([LAYERS, BLOCKS + 2, 2, HEADS, BLOCK_SLOTS, DIM], SENTINEL)
+    layers = [storage[layer, 1:-1].transpose(2, 3) for layer in range(LAYERS)]
+    for tensor, numbered in zip(layers, numbered_blocks("ncshd"), strict=True):
+        tensor.copy_(numbered)
+    kv = PagedKV.from_blocks(layers, axes="ncshd")
+    by_range, by_index = new_payload(7), new_payload(7)
+    kv.gather(range(4, 11), by_range)
+    kv.gather(torch.arange(4, 11), by_index)
+    assert payload_numbers(by_range) == payload_numbers(by_index) == expected_numbers(range(4, 11))
+    storage.fill_(SENTINEL)
+    kv.scatter(torch.arange(4, 11), by_index)
+    assert (storage != SENTINEL).sum().item() == LAYERS * 2 * HEADS * 7 * DIM - (
+        storage == 0
+    ).sum().item() * 0
+    assert torch.all(storage[:, 0] == SENTINEL)
+    assert torch.all(storage[:, -1] == SENTINEL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_survive_unchanged_in_every_dtype(dtype: torch.dtype) -> None:
+    """Not-a-number patterns, infinities and subnormals are bytes like any other."""
+    itemsize = dtype.itemsize
+    bits = torch.randint(0, 256, [2, LAYERS, 1, HEADS, 9, DIM * itemsize], dtype=torch.uint8)
+    keys, values = ([layer.view(dtype) for layer in half] for half in bits)
+    kv = PagedKV.from_pairs(keys, values)
+    assert kv.content_format == f"kv {str(dtype).removeprefix('torch.')} {DIM}"
+    assert kv.content_nbytes == 2 * DIM * itemsize
+    for slots in (range(2, 8), torch.arange(2, 8)):
+        payload = new_payload(6, itemsize)
+        kv.gather(slots, payload)
+        for layer, memory in enumerate(payload):
+            want = b"".join(
+                bytes(bits[half, layer, 0, head, slot].tolist())
+                for head in range(HEADS)
+                for slot in range(2, 8)
+                for half in range(2)
+            )
+            assert bytes(memory) == want
+
+
+@pytest.fixture(scope="module")
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_gather_reads_what_a_dynamic_cache_was_updated_with() -> None:
+    """The engine's own cache write, for numbered tokens, in two steps as in prefill and decode."""
+    cache = DynamicCache()
+    for tokens in (range(6), range(6, 11)):
+        for layer in range(LAYERS):
+            keys, values = (
+                torch.tensor(
+                    [
+                        [[number(layer, kv, head, t, e) for e in range(DIM)] for head in range(HEADS)]
+                        for t in tokens
+                    ]
+                ).transpose(0, 1)[None]
+                for kv in range(2)
+            )
+            cache.update(keys, values, layer)
+    kv = PagedKV.from_pairs([layer.keys for layer in cache.layers], [layer.values for layer in cache.layers])
+    payload = new_payload(8)
+    kv.gather(range(2, 10), payload)
+    assert payload_numbers(payload) == expected_numbers(range(2, 10))
+
+
+def test_a_cache_filled_by_scatter_continues_a_real_model_as_its_own_cache_does(
+    tiny_llama: LlamaForCausalLM,
+) -> None:
+    tokens = torch.randint(0, 50, [1, 20])
+    with torch.inference_mode():
+        own = tiny_llama(tokens[:, :16], use_cache=True).past_key_values
+        payload = new_payload(16, dim=8)
+        PagedKV.from_pairs([x.keys for x in own.layers], [x.values for x in own.layers]).gather(
+            range(16), payload
+        )
+    for layer, memory in enumerate(payload):  # an element at a time, from the model's cache to the payload
+        numbers = memory.cast("f")
+        for head, token, element in itertools.product(range(HEADS), range(16), range(8)):
+            start = (head * 16 + token) * 16 + element
+            assert numbers[start] == own.layers[layer].keys[0, head, token, element].item()
+            assert numbers[start + 8] == own.layers[layer].values[0, head, token, element].item()
+    loaded = DynamicCache()
+    for layer in range(LAYERS):
+        loaded.update(torch.zeros(1, HEADS, 16, 8), torch.zeros(1, HEADS, 16, 8), layer)
+    PagedKV.from_pairs([x.keys for x in loaded.layers], [x.values for x in loaded.layers]).scatter(
+        range(16), payload
+    )
+    with torch.inference_mode():
+        want = tiny_llama(tokens[:, 16:], cache=own).logits
+        got = tiny_llama(tokens[:, 16:], cache=loaded).logits
+    assert torch.equal(got, want)
+
+
+def test_left_padded_rows_are_read_from_their_own_first_slot(tiny_llama: LlamaForCausalLM) -> None:
+    """Position p of a row padded by n tokens lies in slot n + p, and equals the row run alone."""
+    long, short = torch.randint(1, 50, [12]), torch.randint(1, 50, [7])
+    batch = torch.stack([long, torch.cat([torch.zeros(5, dtype=torch.int64), short])])
+    mask = torch.ones_like(batch)
+    mask[1, :5] = 0
+    with torch.inference_mode():
+        both = tiny_llama(batch, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+        alone = tiny_llama(short[None])
+    payload = new_payload(7, dim=8)
+    layers = both.past_key_values.layers
+    PagedKV.from_pairs([x.keys for x in layers], [x.values for x in layers], row=1).gather(
+        range(5, 12), payload
+    )
+    for memory, layer in zip(payload, alone.past_key_values.layers, strict=True):
+        got = torch.frombuffer(memory, dtype=torch.float32).view(HEADS, 7, 2, 8)
+        torch.testing.assert_close(got[:, :, 0], layer.keys[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got[:, :, 1], layer.values[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [range(4), torch.arange(4)], ids=["range", "index"])
+def test_tensors_of_inference_mode_and_of_training_are_both_moved(slots: range | torch.Tensor) -> None:
+    with torch.inference_mode():
+        inference = [torch.ones(1, HEADS, 4, DIM) for _ in range(LAYERS)]
+    training = [torch.ones(1, HEADS, 4, DIM, requires_grad=True) * 1 for _ in range(LAYERS)]
+    payload = new_payload(4)
+    for keys in (inference, training):
+        PagedKV.from_pairs(keys, keys).gather(slots, payload)
+        assert set(payload[0].cast("f")) == {1.0}
+    for memory in payload:
+        memory[:] = bytes(memory.nbytes)
+    for keys in (inference, training):
+        PagedKV.from_pairs(keys, keys).scatter(slots, payload)
+        assert keys[0].abs().sum().item() == 0
+
+
+def test_nothing_larger_than_an_index_is_allocated() -> None:
+    """Counted by torch's own profiler, so a fresh tensor anywhere in gather or scatter is seen."""
+    keys = [torch.zeros(1, HEADS, 600, 64) for _ in range(LAYERS)]
+    blocks = [torch.zeros(2, 40, 16, HEADS, 64) for _ in range(LAYERS)]
+    pairs, paged = PagedKV.from_pairs(keys, keys), PagedKV.from_blocks(blocks, axes="cnshd")
+    payload = new_payload(512, dim=64)
+    index = torch.randperm(600)[:512]
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        for kv in (pairs, paged):
+            for slots in (range(3, 515), index):
+                kv.gather(slots, payload)
+                kv.scatter(slots, payload)
+    largest = max(event.cpu_memory_usage for event in profiler.events())
+    assert largest <= 8 * 512 * HEADS * 2 < payload[0].nbytes // 8
+
+
+UNFIT: list[tuple[str, Callable[[], object], str]] = [
+    (
+        "shapes that differ between layers",
+        lambda: PagedKV.from_pairs(
+            [torch.zeros(1, 2, 5, 4), torch.zeros(1, 3, 5, 4)], [torch.zeros(1, 2, 5, 4)] * 2
+        ),
+        r"tensor 1 has shape \[1, 3, 5, 4\], the first \[1, 2, 5, 4\]",
+    ),
+    (
+        "K and V of different width",
+        lambda: PagedKV.from_pairs([torch.zeros(1, 2, 5, 4)], [torch.zeros(1, 2, 5, 6)]),
+        r"\[1, 2, 5, 6\]",
+    ),
+    (
+        "more layers of K than of V",
+        lambda: PagedKV.from_pairs([torch.zeros(1, 2, 5, 4)] * 2, [torch.zeros(1, 2, 5, 4)]),
+        "2 layers of K, 1 of V",
+    ),
+    (
+        "a mix of dtypes",
+        lambda: PagedKV.from_pairs([torch.zeros(1, 2, 5, 4)], [torch.zeros(1, 2, 5, 4).bfloat16()]),
+        r"torch\.bfloat16, the first torch\.float32",
+    ),
+    (
+        "a dtype without a content format",
+        lambda: PagedKV.from_pairs([torch.zeros(1, 2, 5, 4).double()], [torch.zeros(1, 2, 5, 4).double()]),
+        "float64; supported are float32",
+    ),
+    (
+        "too few dimensions",
+        lambda: PagedKV.from_blocks([torch.zeros(2, 5, 3, 4)], axes="cnshd"),
+        r"\[2, 5, 3, 4\] has 4 dimensions, axes 'cnshd' name 5",
+    ),
+    (
+        "a K/V axis that is not two",
+        lambda: PagedKV.from_blocks([torch.zeros(5, 2, 3, 2, 4)], axes="cnshd"),
+        "5 entries, not 2",
+    ),
+    (
+        "an odd shared width",
+        lambda: PagedKV.from_blocks([torch.zeros(5, 2, 3, 7)], axes="nhse"),
+        "7 elements",
+    ),
+    (
+        "elements of a head apart",
+        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 4, 5).transpose(2, 3)]] * 2),
+        "not contiguous",
+    ),
+    (
+        "tokens that overlap",
+        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 1, 5, 4).expand(1, 2, 5, 4)]] * 2),
+        "overlap",
+    ),
+    (
+        "rows at odd distances",
+        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 7)[..., :4]]] * 2),
+        "stride 7 is not a multiple of a row of 4",
+    ),
+    (
+        "another device",
+        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4, device="meta")]] * 2),
+        "on meta; only cpu",
+    ),
+    (
+        "tensors that hold nothing",
+        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 0, 4)]] * 2),
+        "holds nothing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), [row[1:] for row in UNFIT], ids=[row[0] for row in UNFIT])
+def test_tensors_that_strides_cannot_say_are_refused_with_the_numbers(
+    build: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: PagedKV.from_pairs([], []), "no layer"),
+        (lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4)]] * 2, axes="bhtt"), "bhtt"),
+        (lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4)]] * 2, axes="cnshd"), "cnshd"),
+        (lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4)]] * 2, row=1), "row 1 of a batch of 1"),
+        (lambda: PagedKV.from_blocks([torch.zeros(2, 5, 3, 2, 4)], axes="nshd"), "nshd"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_value_errors(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("slots", "payload", "message"),
+    [
+        (range(0), new_payload(1), "range"),
+        (range(0, 8, 2), new_payload(4), "range"),
+        (range(14, 16), new_payload(2), "among 15"),
+        (range(-1, 1), new_payload(2), "among 15"),
+        (torch.tensor([0, 15]), new_payload(2), "0 to 15"),
+        (torch.tensor([-1, 3]), new_payload(2), "-1 to 3"),
+        (torch.tensor([0.0]), new_payload(1), "float32"),
+        (torch.tensor([[0]]), new_payload(1), r"\[1, 1\]"),
+        (torch.tensor([], dtype=torch.int64), new_payload(1), r"\[0\]"),
+        (torch.zeros(1, dtype=torch.int64, device="meta"), new_payload(1), "meta"),
+        (range(2), new_payload(3), "segment 0 must be 128"),
+        (range(2), new_payload(2)[:2], "2 payload segments for 3 layers"),
+        (range(2), [memory.toreadonly() for memory in new_payload(2)], "read-only: True"),
+        (range(2), [memory[::2] for memory in new_payload(4)], "contiguous"),
+    ],
+    ids=str,
+)
+def test_slots_and_payloads_that_do_not_fit_move_nothing(
+    slots: range | torch.Tensor, payload: list[memoryview], message: str
+) -> None:
+    layers = numbered_blocks("cnshd")
+    before = [tensor.clone() for tensor in layers]
+    kv = PagedKV.from_blocks(layers, axes="cnshd")
+    for move in (kv.gather, kv.scatter):
+        with pytest.raises(ValueError, match=message):
+            move(slots, payload)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(layers, before, strict=True))
+    assert {byte for memory in payload for byte in memory.tobytes()} == {0xA5}
+
+
+def test_scatter_refuses_a_slot_named_twice() -> None:
+    kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
+    with pytest.raises(ValueError, match="named twice"):
+        kv.scatter(torch.tensor([3, 4, 3]), new_payload(3))
