@@ -84,10 +84,9 @@ def _refuse_exotic(text: str, source: str) -> None:
             raise ConfigError(
                 f"{source}, line {line}: anchors and aliases (& and *) are not allowed; write it out"
             )
-        if getattr(event, "tag", None) is not None:
-            raise ConfigError(
-                f"{source}, line {line}: tags ({event.tag}) are not allowed; write a plain value"
-            )
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise ConfigError(f"{source}, line {line}: tags ({tag}) are not allowed; write a plain value")
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:

@@ -102,7 +102,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ge=TOKENS_PER_TAIL_UNIT,
             le=65536,
             multiple_of=TOKENS_PER_TAIL_UNIT,
-            description="Tokens in a chunk, a multiple of 16. What was stored with another value is not found.",
+            description="Tokens in a chunk, a multiple of 16. What another value stored isn't found.",
         ),
     ] = 256
     tails: Annotated[
