@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import NewType
+from collections.abc import Iterable
+from typing import NewType, cast
 
 StorageKey = NewType("StorageKey", str)
 """An opaque name, `[a-z0-9-]{1,120}`: `c-<part>-<hash>` for chunks, `n-<digest>` for records."""
@@ -31,3 +32,9 @@ def chunk_key(part_digest: str, chunk_hash: bytes) -> StorageKey:
 def record_key(digest: bytes) -> StorageKey:
     """The key of a model record."""
     return StorageKey(f"n-{digest.hex()}")
+
+
+def chunk_keys(part_digest: str, chunk_hashes: Iterable[bytes]) -> list[StorageKey]:
+    """`chunk_key` of many hashes, several times faster."""
+    prefix = f"c-{part_digest}-"
+    return cast(list[StorageKey], [prefix + chunk_hash.hex() for chunk_hash in chunk_hashes])
