@@ -67,10 +67,6 @@ class Plane:
     tensor: Tensor
     column: int
 
-    @property
-    def columns(self) -> slice:
-        return slice(self.column, self.column + self.tensor.shape[3])
-
     def table(self) -> Tensor:
         """The plane's memory as rows `[rows, width]`, starting at head 0, slot 0."""
         width = self.tensor.shape[3]

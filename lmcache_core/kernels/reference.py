@@ -28,8 +28,8 @@ class PagedKV:
         self.num_layers = len(layers)
         self.num_heads, num_blocks, self._block_slots, _ = first.shape
         self.num_slots = num_blocks * self._block_slots
-        width = sum(plane.tensor.shape[3] for plane in layers[0])
-        content = KVContent(str(first.dtype).removeprefix("torch."), width // 2)
+        self._width = sum(plane.tensor.shape[3] for plane in layers[0])
+        content = KVContent(str(first.dtype).removeprefix("torch."), self._width // 2)
         self.content_format = content.text
         self.content_nbytes = content.nbytes
 
@@ -87,10 +87,11 @@ class PagedKV:
             if isinstance(slots, range):
                 pieces = self._pieces(slots)
                 self._check_payload(payload, len(slots))
-                for plane, packed in self._planes(payload, len(slots)):
-                    for tokens, blocks, places in pieces:
+                strides = (len(slots) * self._width, self._block_slots * self._width, self._width, 1)
+                for plane, segment in self._planes(payload):
+                    for token, blocks, places in pieces:
                         paged = plane.tensor[:, blocks, places]
-                        piece = packed[:, tokens].view(paged.shape)
+                        piece = segment.as_strided(paged.shape, strides, token * self._width + plane.column)
                         if gathering:
                             piece.copy_(paged)
                         else:
@@ -99,26 +100,28 @@ class PagedKV:
             self._check_index(slots, unique=not gathering)
             self._check_payload(payload, len(slots))
             rows_of: dict[tuple[int, int, int], Tensor] = {}  # layers of one shape nearly always share theirs
-            for plane, packed in self._planes(payload, len(slots)):
-                strides = plane.row_strides()
-                if strides not in rows_of:
-                    rows_of[strides] = self._rows(slots, strides)
+            for plane, segment in self._planes(payload):
+                plane_strides = plane.row_strides()
+                if plane_strides not in rows_of:
+                    rows_of[plane_strides] = self._rows(slots, plane_strides)
+                rows, table = rows_of[plane_strides], plane.table()
+                piece = segment.as_strided((len(rows), table.shape[1]), (self._width, 1), plane.column)
                 if gathering:
-                    torch.index_select(plane.table(), 0, rows_of[strides], out=packed.flatten(0, 1))
+                    torch.index_select(table, 0, rows, out=piece)
                 else:
-                    plane.table().index_copy_(0, rows_of[strides], packed.flatten(0, 1))
+                    table.index_copy_(0, rows, piece)
 
-    def _planes(self, payload: Sequence[memoryview], num_tokens: int) -> Iterator[tuple[Plane, Tensor]]:
-        """Each plane with its elements of the payload: `[heads, tokens, width]`, a view."""
+    def _planes(self, payload: Sequence[memoryview]) -> Iterator[tuple[Plane, Tensor]]:
+        """Each plane with the elements of its layer's payload segment, flat, not copied."""
         import torch
 
         for planes, memory in zip(self._layers, payload, strict=True):
-            segment = torch.frombuffer(memory, dtype=self._dtype).view(self.num_heads, num_tokens, -1)
+            segment = torch.frombuffer(memory, dtype=self._dtype)
             for plane in planes:
-                yield plane, segment[:, :, plane.columns]
+                yield plane, segment
 
-    def _pieces(self, slots: range) -> list[tuple[slice, slice, slice]]:
-        """At most three (tokens, blocks, places in a block): one's end, whole ones, one's start."""
+    def _pieces(self, slots: range) -> list[tuple[int, slice, slice]]:
+        """At most three (first token, blocks, places in a block): one's end, whole ones, one's start."""
         if slots.step != 1 or not 0 <= slots.start < slots.stop <= self.num_slots:
             raise ValueError(f"{slots} is not a range of consecutive slots among {self.num_slots}")
         pieces = []
@@ -127,15 +130,8 @@ class PagedKV:
             block, place = divmod(slot, self._block_slots)
             blocks = 1 if place else max(1, (slots.stop - slot) // self._block_slots)
             places = min(self._block_slots - place, slots.stop - slot)
-            token = slot - slots.start
+            pieces.append((slot - slots.start, slice(block, block + blocks), slice(place, place + places)))
             slot += blocks * places
-            pieces.append(
-                (
-                    slice(token, slot - slots.start),
-                    slice(block, block + blocks),
-                    slice(place, place + places),
-                )
-            )
         return pieces
 
     def _rows(self, slots: Tensor, strides: tuple[int, int, int]) -> Tensor:
