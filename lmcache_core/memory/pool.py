@@ -1,0 +1,269 @@
+"""The frame memory of a process: one mapping, allocation with a deadline, and its numbers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lmcache_core.errors import ConfigError, PoolFull
+from lmcache_core.events import EventBus
+from lmcache_core.memory.lease import Lease
+from lmcache_core.memory.ledger import Ledger
+from lmcache_core.memory.mapping import HUGE_PAGE, Mapping
+from lmcache_core.memory.reclaim import Reclaim, Reclaimer
+from lmcache_core.memory.slabs import PAGE, SlabTable, Slot
+
+log = logging.getLogger(__name__)
+
+_GRAINS = 32
+_MAX_GRAIN_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """One moment's numbers. Bytes are of whole slots, so `used_bytes` <= `capacity_bytes`."""
+
+    capacity_bytes: int
+    reserved_bytes: int
+    used_bytes: int
+    """In slots that are leased or held."""
+    leased_bytes: int
+    """In slots with a lease, quarantined ones included: what eviction can't free."""
+    held_bytes: int
+    """In slots with a hold, leased or not."""
+    quarantined_bytes: int
+    """In slots whose lease ended while views of the bytes live on, once for each such lease."""
+    leases: int
+    holds: int
+    lost_leases: int
+    """Leases garbage-collected without release since the start."""
+    slabs: int
+    drained_slabs: int
+    """Slabs emptied for another class since the start."""
+    refused: int
+    """Allocations that ended in `PoolFull` since the start."""
+
+
+class MemoryPool:
+    """Memory for frames, all in one mapping that backends may register. Thread-safe.
+
+    A slot is reused once nothing leases, holds or views it. When none is free, `allocate` evicts what
+    is coldest: a frame of the same size class, or all frames of another class's slab. It is refused
+    at its deadline at the latest, and immediately where waiting can't help.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        reserved_bytes: int = 0,
+        slab_nbytes: int | None = None,
+        huge_pages: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        events: EventBus | None = None,
+        debug: bool = False,
+    ) -> None:
+        """Maps `capacity_bytes`, rounded down to whole pages of 4096.
+
+        Leases may not take the last `reserved_bytes` unless allocated with `reserve`; what is merely
+        held doesn't count, since a load can evict it. `slab_nbytes` is the grain that slabs are made
+        of; a multiple of the usual frame's size wastes least. `debug` records where leases are taken.
+
+        Raises:
+            ConfigError: sizes that can't work, or memory that the system doesn't give.
+        """
+        capacity_bytes = capacity_bytes // PAGE * PAGE
+        grain_nbytes = _default_grain(capacity_bytes) if slab_nbytes is None else slab_nbytes
+        if capacity_bytes <= 0:
+            raise ConfigError(f"a memory pool needs at least {PAGE} bytes")
+        if grain_nbytes <= 0 or grain_nbytes % PAGE:
+            raise ConfigError(f"slab_nbytes must be a positive multiple of {PAGE}, not {grain_nbytes}")
+        if not 0 <= reserved_bytes < capacity_bytes:
+            raise ConfigError(f"reserved_bytes must be in [0, {capacity_bytes}), not {reserved_bytes}")
+        self._clock = clock
+        self._events = events
+        self._reclaimer: Reclaimer | None = None
+        self._mapping = Mapping(capacity_bytes, huge_pages=huge_pages)
+        table = SlabTable(capacity_bytes, min(grain_nbytes, capacity_bytes))
+        self._ledger = Ledger(table, self._mapping, reserved_bytes=reserved_bytes, debug=debug)
+        self._num_refused = 0  # guarded by the ledger's lock
+        self.capacity_bytes = capacity_bytes
+        self.reserved_bytes = reserved_bytes
+
+    def attach(self, reclaimer: Reclaimer) -> None:
+        """Names who decides which residents leave.
+
+        Raises:
+            ConfigError: another one is attached.
+        """
+        if self._reclaimer is not None and self._reclaimer is not reclaimer:
+            raise ConfigError("this memory pool already has a reclaimer")
+        self._reclaimer = reclaimer
+
+    def try_allocate(self, nbytes: int, *, owner: str, reserve: bool = False) -> Lease | None:
+        """A lease on `nbytes` of free memory with unspecified contents, or None. Evicts nothing."""
+        self._report_lost()
+        ledger = self._ledger
+        with ledger.lock:
+            slot = ledger.take(ledger.table.slot_nbytes(_positive(nbytes)), reserve)
+        if ledger.abandoned:
+            ledger.collect()
+        return Lease(ledger, slot, nbytes, owner) if slot is not None else None
+
+    def allocate(self, nbytes: int, *, owner: str, deadline: float, reserve: bool = False) -> Lease:
+        """A lease on `nbytes` with unspecified contents; evicts for it, and waits until `deadline`.
+
+        `deadline` is by the pool's clock; one in the past evicts but doesn't wait. Waiting ends with
+        any release, drop or `wake`. Runs the reclaimer and `on_evict` on this thread: call it without
+        a lock that they take.
+
+        Raises:
+            PoolFull: nothing came free in time; or at once when it never can: larger than the pool
+                (without `reserve`, than its unreserved part), or the pool is closed.
+        """
+        lease = self.try_allocate(nbytes, owner=owner, reserve=reserve)
+        if lease is not None:
+            return lease
+        self._refuse_impossible(nbytes, reserve)
+        slot = self._make_room(nbytes, deadline, reserve)
+        if slot is None:
+            raise self._refusal(nbytes, reserve)
+        return Lease(self._ledger, slot, nbytes, owner)
+
+    def wake(self) -> None:
+        """Says that residents may have become evictable without a release: unpinned, or childless."""
+        with self._ledger.lock:
+            self._ledger.wake_all()
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole memory, writable: to register it. A slot's bytes are only the lease holder's."""
+        return self._mapping.view()
+
+    @property
+    def base_address(self) -> int:
+        """Of the first byte: a multiple of 2 MiB."""
+        return self._mapping.address
+
+    def stats(self) -> PoolStats:
+        self._report_lost()
+        ledger = self._ledger
+        with ledger.lock:
+            return PoolStats(
+                capacity_bytes=self.capacity_bytes,
+                reserved_bytes=self.reserved_bytes,
+                used_bytes=ledger.table.used_bytes,
+                leased_bytes=ledger.leased_bytes,
+                held_bytes=ledger.held_bytes,
+                quarantined_bytes=sum(slot.nbytes for slot in ledger.quarantined.values()),
+                leases=ledger.num_leases,
+                holds=ledger.num_holds,
+                lost_leases=ledger.num_lost,
+                slabs=ledger.table.num_slabs,
+                drained_slabs=ledger.num_drained_slabs,
+                refused=self._num_refused,
+            )
+
+    def check(self) -> None:
+        """Asserts the invariants of the whole pool. Slow: for tests."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.settle_abandoned()
+            ledger.check()
+
+    def close(self) -> None:
+        """Refuses allocations from now on and wakes those that wait. Idempotent.
+
+        Leases and holds stay good: the memory goes back to the system now if nothing refers to it,
+        else when the last of them and their views are gone.
+        """
+        self._report_lost()
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.closed = True
+            ledger.wake_all()
+            unused = not ledger.table.used_bytes
+        if unused:
+            self._mapping.close()
+
+    def _make_room(self, nbytes: int, deadline: float, reserve: bool) -> Slot | None:
+        ledger = self._ledger
+        reclaim = Reclaim(ledger, self._reclaimer, nbytes, reserve=reserve)
+        last = False
+        while True:
+            slot = reclaim.step(expired=lambda: self._clock() >= deadline)
+            if slot is not None or last or ledger.closed:
+                return slot
+            with ledger.lock:
+                while ledger.generation == reclaim.seen and not last:
+                    remaining_s = deadline - self._clock()
+                    if remaining_s <= 0:
+                        last = True
+                        break
+                    ledger.num_waiting += 1
+                    try:
+                        ledger.changed.wait(remaining_s)
+                    finally:
+                        ledger.num_waiting -= 1
+            if ledger.abandoned:
+                ledger.collect()
+
+    def _refuse_impossible(self, nbytes: int, reserve: bool) -> None:
+        unreserved_bytes = self.capacity_bytes - (0 if reserve else self.reserved_bytes)
+        if -(-nbytes // PAGE) * PAGE <= unreserved_bytes and not self._ledger.closed:
+            return
+        with self._ledger.lock:
+            self._num_refused += 1
+        if self._ledger.closed:
+            raise PoolFull("the memory pool is closed")
+        raise PoolFull(
+            f"a frame of {nbytes} bytes can't fit the memory pool ({unreserved_bytes} bytes without the "
+            f"part reserved for loads): give it more memory or use smaller chunks"
+            if self.reserved_bytes and not reserve
+            else f"a frame of {nbytes} bytes can't fit the memory pool of {unreserved_bytes} bytes: "
+            f"give it more memory or use smaller chunks"
+        )
+
+    def _refusal(self, nbytes: int, reserve: bool) -> PoolFull:
+        ledger = self._ledger
+        with ledger.lock:
+            self._num_refused += 1
+            if ledger.closed:
+                return PoolFull("the memory pool is closed")
+            return PoolFull(
+                f"no {nbytes} bytes came free in the memory pool in time: of {self.capacity_bytes} bytes "
+                f"{ledger.leased_bytes} are leased and {ledger.table.used_bytes - ledger.leased_bytes} held"
+                + ("" if reserve else f", and {self.reserved_bytes} are reserved for loads")
+            )
+
+    def _report_lost(self) -> None:
+        ledger = self._ledger
+        if ledger.abandoned:
+            ledger.collect()
+        while ledger.lost:
+            try:
+                event = ledger.lost.popleft()
+            except IndexError:  # another thread reported it
+                return
+            log.warning(
+                "a lease of %d bytes by %s was dropped without release%s",
+                event.nbytes,
+                event.owner,
+                f"; taken at\n{event.origin}" if event.origin else "",
+            )
+            if self._events is not None:
+                self._events.emit(event)
+
+
+def _positive(nbytes: int) -> int:
+    if nbytes <= 0:
+        raise ValueError(f"can't allocate {nbytes} bytes")
+    return nbytes
+
+
+def _default_grain(capacity_bytes: int) -> int:
+    """A 32nd of the pool in whole huge pages, at most 64 MiB; in pages where the pool is small."""
+    unit = HUGE_PAGE if capacity_bytes >= _GRAINS * HUGE_PAGE else PAGE
+    return max(unit, min(capacity_bytes // _GRAINS // unit * unit, _MAX_GRAIN_NBYTES))

@@ -1,0 +1,194 @@
+"""Making room: which frame or slab leaves when a class has no free slot."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lmcache_core.memory.lease import Hold
+from lmcache_core.memory.ledger import Ledger
+from lmcache_core.memory.slabs import Refused, Slab, Slot
+
+MAX_PARTIAL_DRAINS = 4
+"""Slabs that one allocation may evict from without emptying them, before it tries no more."""
+
+MAX_USELESS_EVICTIONS = 16
+"""Evictions that free nothing, before one allocation asks for no more of them."""
+
+MAX_ATTEMPTS_WHEN_LATE = 64
+"""An allocation past its deadline still evicts this often for a slot that other threads snatch away."""
+
+
+class Reclaimer(Protocol):
+    """Decides which resident frames leave: the tier layer. Called without a pool lock, on the thread
+    that allocates; may not allocate from the pool. Frames leave through `Hold.evict` (or `drop`).
+    """
+
+    def coldest(self, slot_nbytes: int) -> int | None:
+        """The tick of the frame that `evict_coldest` would evict, or None when there is none."""
+
+    def evict_coldest(self, slot_nbytes: int) -> bool:
+        """Evicts the coldest frame it may among the residents with this `slot_nbytes`. False: none."""
+
+    def evict(self, holds: Sequence[Hold]) -> int:
+        """Evicts all these residents and what depends on them; returns how many slots came free.
+
+        When one of them has to stay (pinned, leased, or an ancestor of one that is), evicts none:
+        the slab they share would not come free, and the others would be lost for nothing.
+        """
+
+
+class Reclaim:
+    """One allocation's search for room. Remembers what could not be evicted, so that it ends."""
+
+    def __init__(self, ledger: Ledger, reclaimer: Reclaimer | None, nbytes: int, *, reserve: bool) -> None:
+        self.seen = -1
+        """The ledger's generation when `step` last found nothing to do: wait until it grows."""
+        self._ledger = ledger
+        self._reclaimer = reclaimer
+        self._nbytes = nbytes
+        self._reserve = reserve
+        self._refused: Refused = {}
+        self._partial_drains = 0
+        self._useless_evictions = 0
+        self._exhausted_at = -1  # the generation at which no resident of the class could be evicted
+        self._num_wakes = ledger.num_wakes
+
+    def step(self, *, expired: Callable[[], bool]) -> Slot | None:
+        """Evicts the coldest things until a slot comes of it; returns it leased, or None.
+
+        Candidates: the coldest resident of the class, its oldest slot that only waiting writes hold,
+        and the coldest slabs of other classes. Blocks only as long as the reclaimer and `on_evict` do.
+        """
+        ledger = self._ledger
+        for attempt in itertools.count():
+            with ledger.lock:
+                self.seen = ledger.generation
+                slot_nbytes = ledger.table.slot_nbytes(self._nbytes)
+                slot = ledger.take(slot_nbytes, self._reserve)
+                if slot is not None:
+                    return slot
+                if ledger.closed or not ledger.may_lease(slot_nbytes, self._reserve):
+                    return None  # eviction can't help: what is leased has to be released
+            if attempt >= MAX_ATTEMPTS_WHEN_LATE and expired():
+                return None
+            ways = self._ways(slot_nbytes)
+            if not ways:
+                break
+            _, make_room = min(ways, key=operator.itemgetter(0))
+            slot = make_room()
+            if slot is not None:
+                return slot
+        if ledger.draining and not expired():
+            return None  # another thread is about to free slabs
+        return self._take_larger(slot_nbytes)
+
+    def _ways(self, slot_nbytes: int) -> list[tuple[int, Callable[[], Slot | None]]]:
+        """Ways to make room, each with the latest tick that it would evict."""
+        ledger = self._ledger
+        ways: list[tuple[int, Callable[[], Slot | None]]] = []
+        if self._reclaimer is not None and self._exhausted_at != ledger.generation:
+            tick = self._reclaimer.coldest(slot_nbytes)
+            if tick is not None:
+                ways.append((tick, lambda: self._evict_resident(slot_nbytes)))
+        with ledger.lock:
+            if self._num_wakes != ledger.num_wakes:
+                self._num_wakes = ledger.num_wakes
+                self._refused.clear()
+            orphan = self._oldest_orphan(slot_nbytes)
+            if orphan is not None:
+                tick = max((hold.tick for hold in orphan.live_holds()), default=0)
+                ways.append((tick, lambda: self._evict_orphan(slot_nbytes)))
+            run = None
+            if not ledger.draining and self._partial_drains < MAX_PARTIAL_DRAINS:
+                run = ledger.table.coldest_run(slot_nbytes, self._refused)
+        if run is not None:
+            tick, slabs = run
+            ways.append((tick, lambda: self._drain(slabs, slot_nbytes)))
+        return ways
+
+    def _evict_resident(self, slot_nbytes: int) -> None:
+        assert self._reclaimer is not None
+        before = self._ledger.generation
+        if not self._reclaimer.evict_coldest(slot_nbytes):
+            self._exhausted_at = before
+        elif self._ledger.generation == before:  # what it evicted was leased meanwhile: nothing came free
+            self._useless_evictions += 1
+            if self._useless_evictions >= MAX_USELESS_EVICTIONS:
+                self._exhausted_at = before
+
+    def _oldest_orphan(self, slot_nbytes: int) -> Slot | None:
+        size_class = self._ledger.table.classes.get(slot_nbytes)
+        return next(iter(size_class.orphans), None) if size_class is not None else None
+
+    def _evict_orphan(self, slot_nbytes: int) -> None:
+        with self._ledger.lock:
+            orphan = self._oldest_orphan(slot_nbytes)
+            ended = _end_waiting(orphan) if orphan is not None else []
+        for hold in ended:
+            hold.tell_evicted()
+
+    def _drain(self, slabs: Sequence[Slab], slot_nbytes: int) -> Slot | None:
+        """Empties `slabs` and takes a slot in their place before anyone else can."""
+        ledger = self._ledger
+        with ledger.lock:
+            if ledger.draining or any(not slab.used or slab.num_leased for slab in slabs):
+                return None  # somebody was here first: look again
+            ledger.draining = True
+            for slab in slabs:
+                ledger.table.start_drain(slab)
+            num_frames = sum(len(slab.used) for slab in slabs)
+            residents = [h for slab in slabs for slot in slab.used for h in slot.live_holds() if h.resident]
+        ended: list[Hold] = []
+        taken = None
+        try:
+            if residents and self._reclaimer is not None:
+                self._reclaimer.evict(residents)
+        finally:
+            with ledger.lock:
+                left = [slot for slab in slabs for slot in slab.used]
+                if not any(slot.leases or slot.residents for slot in left):
+                    for slot in left:
+                        ended += _end_waiting(slot)
+                    left = []
+                for slab in slabs:
+                    ledger.table.end_drain(slab)
+                ledger.draining = False
+                ledger.wake()
+                if left:
+                    self._refused.update(dict.fromkeys(slabs, ledger.generation))
+                    self._partial_drains += len(left) < num_frames
+                else:
+                    ledger.num_drained_slabs += len(slabs)
+                    taken = ledger.take(slot_nbytes, self._reserve)
+        if ledger.abandoned:
+            ledger.collect()
+        for hold in ended:
+            hold.tell_evicted()
+        return taken
+
+    def _take_larger(self, slot_nbytes: int) -> Slot | None:
+        """The last resort, where leases keep every slab from leaving: a slot of a larger class."""
+        ledger = self._ledger
+        with ledger.lock:
+            slot = ledger.take(slot_nbytes, self._reserve, larger=True)
+            sizes = ledger.table.larger_sizes(slot_nbytes) if slot is None else []
+        for size in sizes:
+            self._evict_orphan(size)
+            if self._reclaimer is not None:
+                self._reclaimer.evict_coldest(size)
+            with ledger.lock:
+                slot = ledger.take(slot_nbytes, self._reserve, larger=True)
+            if slot is not None:
+                break
+        return slot
+
+
+def _end_waiting(slot: Slot) -> list[Hold]:
+    """Ends the waiting writes of an unleased slot without residents. The ledger's lock is held."""
+    ended = slot.live_holds()
+    for hold in ended:
+        hold.end()
+    return ended

@@ -1,0 +1,372 @@
+"""How the pool's memory is divided: grains, slabs and slots, and which slot a frame gets.
+
+The memory is a row of equal *grains*. A *slab* is a run of adjacent grains cut into *slots* of one
+size, its *class*; a frame takes one slot. A slab whose last slot comes free gives its grains back, so
+they may serve any class next. Nothing here locks or calls out: `Ledger` guards it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+from weakref import ref
+
+if TYPE_CHECKING:
+    from lmcache_core.memory.lease import Hold
+
+PAGE = 4096
+"""Slots start and end at multiples of this, as every stored value and view does."""
+
+MAX_WASTE = 8
+"""A slab should leave at most one part in this many unused, and a frame in its slot likewise."""
+
+MAX_SPAN = 8
+"""Grains that a slab spans at most, when one frame does not need more."""
+
+
+class Slot:
+    """Room for one frame, and what refers to it."""
+
+    __slots__ = ("holds", "leases", "nbytes", "offset", "orphan", "residents", "slab")
+
+    def __init__(self, slab: Slab, offset: int) -> None:
+        self.slab = slab
+        self.offset = offset
+        self.nbytes = slab.size_class.slot_nbytes
+        self.leases = 0  # quarantined ones included
+        self.holds: list[ref[Hold]] = []  # weak: a hold that nobody keeps is dropped
+        self.residents = 0  # holds without `on_evict`: only the reclaimer may end these
+        self.orphan = False  # in `SizeClass.orphans`: unleased, held by waiting writes alone
+
+    def live_holds(self) -> list[Hold]:
+        return [hold for hold in (reference() for reference in self.holds) if hold is not None]
+
+
+class Slab:
+    """A run of grains given to one class."""
+
+    __slots__ = (
+        "changed",
+        "draining",
+        "first",
+        "fresh",
+        "newest",
+        "num_free",
+        "num_leased",
+        "num_slots",
+        "offset",
+        "recycled",
+        "size_class",
+        "span",
+        "stale",
+        "used",
+    )
+
+    def __init__(self, size_class: SizeClass, first: int, span: int, offset: int, num_slots: int) -> None:
+        self.size_class = size_class
+        self.first = first
+        self.span = span
+        self.offset = offset
+        self.num_slots = num_slots
+        self.num_free = num_slots
+        self.num_leased = 0  # slots with a lease: while any, the slab can't be emptied
+        self.fresh = 0  # slots never used yet, hence not faulted in: taken last
+        self.recycled: list[Slot] = []
+        self.used: dict[Slot, None] = {}
+        self.newest = 0  # the latest tick of any hold in it: the slab is as cold as that
+        self.stale = False  # `newest` may be too high: the hold that set it was dropped
+        self.changed = 0  # the ledger's generation when a slot of it was last freed or made evictable
+        self.draining = False  # being emptied: gives no slot, and keeps its grains until that is over
+
+    def take(self) -> Slot:
+        if self.recycled:
+            slot = self.recycled.pop()
+        else:
+            slot = Slot(self, self.offset + self.fresh * self.size_class.slot_nbytes)
+            self.fresh += 1
+        self.num_free -= 1
+        self.used[slot] = None
+        return slot
+
+    def coldness(self) -> int:
+        if self.stale:
+            ticks = (hold.tick for slot in self.used for hold in slot.live_holds())
+            self.newest = max(ticks, default=0)
+            self.stale = False
+        return self.newest
+
+
+_num_free = operator.attrgetter("num_free")
+
+
+class SizeClass:
+    """The slabs cut into slots of one size. Exists while it has a slab."""
+
+    __slots__ = ("fullest", "orphans", "partial", "slabs", "slot_nbytes")
+
+    def __init__(self, slot_nbytes: int) -> None:
+        self.slot_nbytes = slot_nbytes
+        self.slabs: dict[Slab, None] = {}
+        self.partial: dict[Slab, None] = {}  # not draining, with a free slot
+        self.fullest: Slab | None = None  # of `partial`; None when it has to be searched
+        self.orphans: OrderedDict[Slot, None] = OrderedDict()  # oldest first
+
+    def take(self) -> Slot | None:
+        slab = self.fullest
+        if slab is None:
+            if not self.partial:
+                return None
+            slab = self.fullest = min(self.partial, key=_num_free)
+        slot = slab.take()
+        if not slab.num_free:
+            del self.partial[slab]
+            self.fullest = None
+        return slot
+
+    def offer(self, slab: Slab) -> None:
+        """`slab` has one more free slot, or came back from draining with some."""
+        self.partial[slab] = None
+        if self.fullest is slab:
+            if len(self.partial) > 1:
+                self.fullest = None
+        elif self.fullest is None:
+            if len(self.partial) == 1:
+                self.fullest = slab
+        elif slab.num_free < self.fullest.num_free:
+            self.fullest = slab
+
+    def withdraw(self, slab: Slab) -> None:
+        """`slab` gives no more slots."""
+        self.partial.pop(slab, None)
+        if self.fullest is slab:
+            self.fullest = None
+
+
+Refused = dict[Slab, int]
+"""Slabs that could not be emptied, each with the ledger's generation after the attempt."""
+
+
+class SlabTable:
+    """Who has which bytes of `[0, capacity_bytes)`. The last grain may be shorter than the others."""
+
+    def __init__(self, capacity_bytes: int, grain_nbytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.grain_nbytes = grain_nbytes
+        self.num_grains = -(-capacity_bytes // grain_nbytes)
+        self.used_bytes = 0  # slots in use
+        self.classes: dict[int, SizeClass] = {}
+        self.num_slabs = 0
+        self._free = bytearray(b"\1" * self.num_grains)  # 1: free. Runs are found by bytes.find
+        self._owners: list[Slab | None] = [None] * self.num_grains
+
+    @property
+    def num_free_grains(self) -> int:
+        return self._free.count(1)
+
+    def slot_nbytes(self, nbytes: int) -> int:
+        """The slot size for a frame of `nbytes`: its own, or a living class's that wastes little."""
+        exact = -(-nbytes // PAGE) * PAGE
+        if exact in self.classes:
+            return exact
+        near = (size for size in self.classes if exact < size and (size - exact) * MAX_WASTE <= size)
+        return min(near, default=exact)
+
+    def take(self, slot_nbytes: int) -> Slot | None:
+        """A slot of the fullest slab of the class, or of a new slab where grains are free."""
+        size_class = self.classes.get(slot_nbytes)
+        slot = size_class.take() if size_class is not None else None
+        if slot is None:
+            slab = self._carve(slot_nbytes)
+            if slab is None:
+                return None
+            slot = slab.size_class.take()
+            assert slot is not None
+        self.used_bytes += slot_nbytes
+        return slot
+
+    def take_larger(self, slot_nbytes: int) -> Slot | None:
+        """A free slot of the smallest larger class that has one: wasteful, but better than refusing."""
+        larger = (c for size, c in self.classes.items() if size > slot_nbytes and c.partial)
+        size_class = min(larger, key=operator.attrgetter("slot_nbytes"), default=None)
+        if size_class is None:
+            return None
+        self.used_bytes += size_class.slot_nbytes
+        return size_class.take()
+
+    def larger_sizes(self, slot_nbytes: int) -> list[int]:
+        return sorted(size for size in self.classes if size > slot_nbytes)
+
+    def give(self, slot: Slot) -> None:
+        """`slot` is free again."""
+        slab = slot.slab
+        del slab.used[slot]
+        slab.recycled.append(slot)
+        slab.num_free += 1
+        self.used_bytes -= slot.nbytes
+        if not slab.draining:
+            self._settle(slab)
+
+    def start_drain(self, slab: Slab) -> None:
+        slab.draining = True
+        slab.size_class.withdraw(slab)
+
+    def end_drain(self, slab: Slab) -> None:
+        slab.draining = False
+        if slab.num_free:
+            self._settle(slab)
+
+    def coldest_run(self, slot_nbytes: int, refused: Refused) -> tuple[int, list[Slab]] | None:
+        """The slabs of other classes to empty so that one of this class fits, with their latest tick.
+
+        Skips slabs with a lease, and `refused` ones that did not change since.
+        """
+        if len(self.classes) - (slot_nbytes in self.classes) == 0:
+            return None
+        for span in self._spans(slot_nbytes):
+            run = self._coldest_slab(slot_nbytes, refused) if span == 1 else None
+            if run is None:  # also for a span of 1 where only the short last grain is coldest
+                run = self._coldest_span(span, slot_nbytes, refused)
+            if run is not None:
+                return run
+        return None
+
+    def check(self) -> None:
+        """Asserts what must hold between calls."""
+        seen = bytearray(b"\1" * self.num_grains)
+        used_bytes = 0
+        num_slabs = 0
+        for size, size_class in self.classes.items():
+            assert size_class.slot_nbytes == size
+            assert size_class.slabs
+            for slab in size_class.slabs:
+                num_slabs += 1
+                assert slab.size_class is size_class
+                assert slab.num_free == slab.num_slots - len(slab.used)
+                assert len(slab.recycled) + len(slab.used) == slab.fresh <= slab.num_slots
+                assert slab.used or slab.draining, "a slab without frames keeps its grains"
+                assert (slab in size_class.partial) == (slab.num_free > 0 and not slab.draining)
+                assert slab.offset == slab.first * self.grain_nbytes
+                assert slab.num_slots * size <= self._run_nbytes(slab.first, slab.span)
+                offsets = {slot.offset for slot in (*slab.used, *slab.recycled)}
+                assert offsets == {slab.offset + i * size for i in range(slab.fresh)}
+                for grain in range(slab.first, slab.first + slab.span):
+                    assert self._owners[grain] is slab
+                    assert seen[grain]
+                    seen[grain] = 0
+                used_bytes += len(slab.used) * size
+            assert all(slab in size_class.slabs for slab in size_class.partial)
+            fullest = size_class.fullest
+            if fullest is not None:
+                assert fullest.num_free == min(slab.num_free for slab in size_class.partial)
+        assert seen == self._free
+        assert (used_bytes, num_slabs) == (self.used_bytes, self.num_slabs)
+        assert all((owner is None) == bool(free) for owner, free in zip(self._owners, seen, strict=True))
+
+    def _settle(self, slab: Slab) -> None:
+        """Offers the free slots of `slab`, or gives its grains back when all are free."""
+        size_class = slab.size_class
+        if slab.used:
+            size_class.offer(slab)
+            return
+        size_class.withdraw(slab)
+        del size_class.slabs[slab]
+        if not size_class.slabs:
+            del self.classes[size_class.slot_nbytes]
+        self.num_slabs -= 1
+        end = slab.first + slab.span
+        self._free[slab.first : end] = b"\1" * slab.span
+        self._owners[slab.first : end] = [None] * slab.span
+
+    def _carve(self, slot_nbytes: int) -> Slab | None:
+        for span in self._spans(slot_nbytes):
+            first = self._find_run(span, slot_nbytes)
+            if first is not None:
+                break
+        else:
+            return None
+        size_class = self.classes.get(slot_nbytes)
+        if size_class is None:
+            size_class = self.classes[slot_nbytes] = SizeClass(slot_nbytes)
+        num_slots = self._run_nbytes(first, span) // slot_nbytes
+        slab = Slab(size_class, first, span, first * self.grain_nbytes, num_slots)
+        self._free[first : first + span] = bytes(span)
+        self._owners[first : first + span] = [slab] * span
+        self.num_slabs += 1
+        size_class.slabs[slab] = None
+        size_class.offer(slab)
+        return slab
+
+    def _find_run(self, span: int, slot_nbytes: int) -> int | None:
+        """The first grain of a free run that holds at least one slot.
+
+        Single grains are taken from the low end and runs from the high end, which keeps runs whole.
+        """
+        find = self._free.find if span == 1 else self._free.rfind
+        pattern = b"\1" * span
+        first = find(pattern)
+        if first >= 0 and self._run_nbytes(first, span) < slot_nbytes:  # ends in the short last grain
+            first = find(pattern, 0, self.num_grains - 1)
+        return first if first >= 0 else None
+
+    def _run_nbytes(self, first: int, span: int) -> int:
+        return min((first + span) * self.grain_nbytes, self.capacity_bytes) - first * self.grain_nbytes
+
+    def _spans(self, slot_nbytes: int) -> tuple[int, ...]:
+        """Grains per slab of a class: the fewest that waste little, then the fewest that hold a slot."""
+        least = -(-slot_nbytes // self.grain_nbytes)
+        most = max(least, min(self.num_grains // 4, max(MAX_SPAN, 2 * least)))
+        best, best_waste = least, 1.0
+        for span in range(least, most + 1):
+            waste = span * self.grain_nbytes % slot_nbytes / (span * self.grain_nbytes)
+            if waste < best_waste:
+                best, best_waste = span, waste
+            if waste * MAX_WASTE < 1:
+                break
+        return (best, least) if best != least else (least,)
+
+    def _coldest_slab(self, slot_nbytes: int, refused: Refused) -> tuple[int, list[Slab]] | None:
+        best: Slab | None = None
+        best_tick = 0
+        for size, size_class in self.classes.items():
+            if size == slot_nbytes:
+                continue
+            for slab in size_class.slabs:
+                if slab.num_leased or slab.draining:
+                    continue
+                if refused and refused.get(slab, -1) >= slab.changed:
+                    continue
+                tick = slab.coldness() if slab.stale else slab.newest
+                if best is None or tick < best_tick:
+                    best, best_tick = slab, tick
+        if best is None or self._run_nbytes(best.first, best.span) < slot_nbytes:
+            return None
+        return best_tick, [best]
+
+    def _coldest_span(self, span: int, slot_nbytes: int, refused: Refused) -> tuple[int, list[Slab]] | None:
+        best_tick: int | None = None
+        best_first = first = 0
+        while first + span <= self.num_grains:
+            tick = 0
+            for grain in range(first + span - 1, first - 1, -1):
+                slab = self._owners[grain]
+                if slab is None:
+                    continue
+                if (
+                    slab.num_leased
+                    or slab.draining
+                    or slab.size_class.slot_nbytes == slot_nbytes
+                    or refused.get(slab, -1) >= slab.changed
+                ):
+                    first = grain + 1  # no run over this grain: go on behind it
+                    break
+                tick = max(tick, slab.coldness())
+            else:
+                fits = self._run_nbytes(first, span) >= slot_nbytes
+                if fits and (best_tick is None or tick < best_tick):
+                    best_tick, best_first = tick, first
+                first += 1
+        if best_tick is None:
+            return None
+        owners = self._owners[best_first : best_first + span]
+        return best_tick, list(dict.fromkeys(slab for slab in owners if slab is not None))
