@@ -37,7 +37,18 @@ class Lease:
     garbage-collected unreleased is counted and reported as lost, and its memory comes back.
     """
 
-    __slots__ = ("_exporter", "_ledger", "_memory", "_slot", "address", "nbytes", "offset", "origin", "owner")
+    __slots__ = (
+        "_exporter",
+        "_ledger",
+        "_memory",
+        "_slot",
+        "address",
+        "nbytes",
+        "offset",
+        "origin",
+        "owner",
+        "slot_nbytes",
+    )
 
     def __init__(self, ledger: Ledger, slot: Slot, nbytes: int, owner: str) -> None:
         self._slot: Slot | None = slot
@@ -45,6 +56,8 @@ class Lease:
         self._memory: memoryview | None = None
         self._exporter: weakref.ref[ctypes.Array[ctypes.c_ubyte]] | None = None
         self.nbytes = nbytes
+        self.slot_nbytes = slot.nbytes
+        """What the frame takes of the pool."""
         self.owner = owner
         self.offset = slot.offset
         """Of the first byte in `MemoryPool.buffer`; a multiple of 4096."""
