@@ -1,6 +1,7 @@
 """The content level: one request's tokens as chained chunk hashes, computed once and incrementally.
 
     root = BLAKE2b-256(encode([model digest, LoRA fingerprint, keyed(salt), host scheme or None]))
+    keyed(salt) = BLAKE2b-256("root", key = BLAKE2b-512(salt)), or nothing without a salt
     h_i  = BLAKE2b-256(h_(i-1) | u32 n | n int32 tokens | extras)     with h_(-1) = root
     extra = u32 offset in the chunk | u32 length | kind | u32 length | value      (all little-endian)
 
@@ -86,8 +87,8 @@ class Content:
         if not isinstance(lora, bytes) or not isinstance(salt, bytes):
             raise TypeError("lora and salt must be bytes")  # and never shown
         self.model = model
-        self.salt_tag = blake2b(salt, digest_size=8, person=b"lmcache-core t1").hexdigest() if salt else ""
-        keyed = blake2b(salt, digest_size=HASH_NBYTES, person=b"lmcache-core s1").digest() if salt else b""
+        self.salt_tag = _keyed(salt, b"quota tag", 8).hex() if salt else ""
+        keyed = _keyed(salt, b"root", HASH_NBYTES) if salt else b""
         host = [scheme.algorithm, scheme.seed, scheme.block_tokens] if scheme is not None else None
         identity = encode([model.digest, lora, keyed, host])
         self.root = blake2b(identity, digest_size=HASH_NBYTES, person=b"lmcache-core c1").digest()
@@ -208,13 +209,21 @@ class Content:
         Raises:
             IndexError: there aren't that many whole chunks.
         """
+        first = num_chunks * self.model.chunk_tokens
+        return [
+            Tail(chunk_key(part.digest, tail_hash), first, count)
+            for count, tail_hash in self.tail_hashes_after(num_chunks)
+        ]
+
+    def tail_hashes_after(self, num_chunks: int) -> list[tuple[int, bytes]]:
+        """(number of tokens, hash) of each tail of `tails_after`, whatever the part."""
         if not 0 <= num_chunks <= self.num_chunks:
             raise IndexError(f"{num_chunks} whole chunks of {self.num_chunks}")
         previous = self._hashes[num_chunks - 1] if num_chunks else self.root
         first = num_chunks * self.model.chunk_tokens
         longest = min(self._num_tokens - first, self.model.chunk_tokens - 1)
         return [
-            Tail(chunk_key(part.digest, self._hash(previous, first, count)), first, count)
+            (count, self._hash(previous, first, count))
             for count in range(longest - longest % TAIL_UNIT, 0, -TAIL_UNIT)
             if self._nameable(first + count)
         ]
@@ -319,6 +328,11 @@ class HostContent(Content):
 
     def _nameable(self, num_tokens: int) -> bool:
         return num_tokens % self.scheme.block_tokens == 0
+
+
+def _keyed(salt: bytes, purpose: bytes, nbytes: int) -> bytes:
+    """What stands for the salt: one purpose's bytes tell nothing about another's."""
+    return blake2b(purpose, digest_size=nbytes, key=blake2b(salt).digest()).digest()
 
 
 def _offset(extra: Extra) -> int:

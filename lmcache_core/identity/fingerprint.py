@@ -17,13 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from lmcache_core.errors import UnsupportedModel
 from lmcache_core.identity.encoding import Value, encode
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from lmcache_core.identity.tokens import Memory
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ def weights_fingerprint(
     return blake2b(encode(named), digest_size=32, person=b"lmcache-core f1").hexdigest()
 
 
-def parameters_fingerprint(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]]) -> str:
+def parameters_fingerprint(tensors: Iterable[tuple[str, str, Sequence[int], Memory]]) -> str:
     """The fingerprint, 64 hex digits, of loaded parameters and buffers: (name, dtype, shape, bytes).
 
     The order doesn't matter. `tensors` may be lazy (copied from a device one by one): it is iterated
@@ -87,7 +85,7 @@ def parameters_fingerprint(tensors: Iterable[tuple[str, str, Sequence[int], Buff
         for name, dtype, shape, buffer in tensors:
             if name in described:
                 raise UnsupportedModel(f"two parameters are called {name!r}: neither can be told apart")
-            memory = memoryview(buffer)
+            memory = memoryview(buffer)  # type: ignore[arg-type]
             if not memory.c_contiguous:
                 raise TypeError(f"the buffer of {name!r} is not C-contiguous")
             described[name] = (dtype, [int(length) for length in shape], memory.nbytes)

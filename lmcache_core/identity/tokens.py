@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Tokens: TypeAlias = "Buffer | Sequence[int]"
+
+class NumpyArray(Protocol):
+    """A numpy array: a buffer at run time, though its type says so only from Python 3.12 on."""
+
+    @property
+    def __array_interface__(self) -> object: ...
+
+
+class Tensor(Protocol):
+    """A CPU tensor of torch, which is a buffer through numpy."""
+
+    def numpy(self) -> NumpyArray: ...
+
+
+Memory: TypeAlias = "Buffer | NumpyArray"
+Tokens: TypeAlias = "Memory | Tensor | Sequence[int]"
 """One dimension of int32 or int64 (`array`, numpy, CPU tensor, memoryview), or a sequence of ints."""
 
 TOKEN_NBYTES = 4
@@ -42,7 +57,7 @@ def token_bytes(tokens: Tokens) -> bytes:
         raise TypeError(f"tokens must be ints: {error}") from None
 
 
-def _buffer(tokens: Buffer | Sequence[int]) -> memoryview | None:
+def _buffer(tokens: Tokens) -> memoryview | None:
     to_numpy = getattr(tokens, "numpy", None)  # torch tensors export no buffer, their numpy view does
     try:
         return memoryview(to_numpy() if callable(to_numpy) else tokens)  # type: ignore[arg-type]
