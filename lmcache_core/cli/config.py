@@ -8,8 +8,11 @@ from pathlib import Path
 import click
 
 from lmcache_core.config import CacheConfig, json_schema, load_config
-from lmcache_core.errors import LMCacheError
-from lmcache_core.registry import discover
+from lmcache_core.errors import ConfigError, LMCacheError
+from lmcache_core.events import Event, EventBus, TierDown
+from lmcache_core.registry import Registry, discover
+
+CLOSE_DEADLINE_S = 5.0
 
 
 @click.group("config")
@@ -43,8 +46,32 @@ def schema() -> None:
 
 
 def _check_tiers(config: CacheConfig, *, open_tiers: bool) -> None:
-    from lmcache_core.tiers.backends import build_backend
+    from lmcache_core.tiers.backends import prepare_tiers
 
     registry = discover()
+    prepare_tiers(config, registry)
+    if open_tiers:
+        _open_tiers(config, registry)
+
+
+def _open_tiers(config: CacheConfig, registry: Registry) -> None:
+    from lmcache_core.tiers import build_chain
+
+    events = EventBus()
+    failures = _Failures()
+    events.subscribe(failures)
+    build_chain(config, registry, parts=(), events=events).close(CLOSE_DEADLINE_S)
     for position, tier in enumerate(config.tiers):
-        build_backend(tier, position, registry)
+        if tier.name in failures.reasons:
+            raise ConfigError(f"tiers[{position}]: can't be opened: {failures.reasons[tier.name]}")
+
+
+class _Failures:
+    """Remembers the first reason for which each tier is down."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, TierDown):
+            self.reasons.setdefault(event.tier, event.reason)
