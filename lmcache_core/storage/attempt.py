@@ -1,0 +1,80 @@
+"""One call into a backend: the `Call` that the backend is given."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Protocol
+
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import Item, Outcome
+
+Target = Item | StorageKey
+
+
+class AttemptOwner(Protocol):
+    """What an attempt needs of the flight it belongs to."""
+
+    @property
+    def deadline(self) -> float: ...
+
+    @property
+    def cancelled(self) -> bool: ...
+
+    def remaining(self) -> float: ...
+
+    def item_done(self, attempt: Attempt, position: int, outcome: Outcome) -> None: ...
+
+    def breach(self, what: str) -> None: ...
+
+
+class Attempt:
+    """Some or all items of a flight, asked for once. Position p of the call is item `indices[p]`."""
+
+    __slots__ = (
+        "_flight",
+        "answered",
+        "failure",
+        "indices",
+        "judged",
+        "open",
+        "started",
+        "targets",
+        "timed_out",
+    )
+
+    def __init__(
+        self, flight: AttemptOwner, indices: Sequence[int], targets: Sequence[Target], started: float
+    ) -> None:
+        self._flight = flight
+        self.indices = indices
+        self.targets = targets
+        self.started = started
+        # What the backend still holds: items, and 1 while its method runs. Guarded by the flight's lock.
+        self.open = len(indices) + 1
+        self.answered = False  # some item came back with an answer
+        self.failure = ""  # why an item failed, where one did
+        self.timed_out = False  # the backend itself said that the deadline had passed
+        self.judged = False  # the breaker has been told of this attempt
+
+    @property
+    def deadline(self) -> float:
+        return self._flight.deadline
+
+    @property
+    def cancelled(self) -> bool:
+        return self._flight.cancelled
+
+    def remaining(self) -> float:
+        return self._flight.remaining()
+
+    def done(self, index: int, outcome: Outcome) -> None:
+        try:
+            position = operator.index(index)
+        except TypeError:
+            position = -1
+        if 0 <= position < len(self.indices):
+            self._flight.item_done(self, position, outcome)
+        else:
+            # Not raised: that could end a driver's completion thread. The item it meant stays unsettled.
+            self._flight.breach(f"settled item {index!r} of a batch of {len(self.indices)}")

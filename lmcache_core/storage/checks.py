@@ -1,0 +1,147 @@
+"""What the core checks of every backend: honest outcomes, frames that are the key's own, capabilities."""
+
+from __future__ import annotations
+
+from lmcache_core.errors import BackendError, PluginError
+from lmcache_core.frame import FrameHeader, verify, verify_prefix
+from lmcache_core.identity.keys import PART_DIGEST_CHARS, StorageKey
+from lmcache_core.storage.call import Operation
+from lmcache_core.storage.contract import Capabilities, Item, Outcome, Status
+from lmcache_core.storage.faults import failed, wrapped
+
+_ALLOWED = {
+    Operation.GET: frozenset({Status.OK, Status.MISS, Status.TOO_SMALL, Status.FAILED}),
+    Operation.PUT: frozenset({Status.OK, Status.FULL, Status.FAILED}),
+    Operation.STAT: frozenset({Status.OK, Status.MISS, Status.FAILED}),
+    Operation.DELETE: frozenset({Status.OK, Status.MISS, Status.FAILED}),
+    Operation.SCAN: frozenset({Status.OK, Status.FAILED}),
+}
+_OFFERS = ("delete", "scan", "ranged", "persistent", "authenticated", "pin")
+_LIMITS = ("max_value_bytes", "max_batch", "max_in_flight")
+
+
+def examine(
+    operation: Operation, target: Item | StorageKey, outcome: object, *, tier: str
+) -> tuple[Outcome, str]:
+    """What the core believes of `outcome`, and how the backend broke the contract (empty: it did not).
+
+    A dishonest outcome becomes FAILED. A put that is OK always carries the value's length; a failure
+    always an error of ours, stripped, that names tier, operation and key.
+    """
+    fault = _fault(operation, target, outcome)
+    if fault:
+        error = BackendError(f"the backend broke its contract: {fault}")
+        return failed(wrapped(error, tier=tier, op=operation.value, key=_key_of(target))), fault
+    assert isinstance(outcome, Outcome)
+    if outcome.status is Status.FAILED:
+        return _attributed(outcome, tier, operation.value, _key_of(target)), ""
+    if operation is Operation.PUT and outcome.status is Status.OK and outcome.nbytes == 0:
+        nbytes = target.nbytes if isinstance(target, Item) else 0
+        return Outcome(status=Status.OK, nbytes=nbytes, stored=outcome.stored, token=outcome.token), ""
+    return outcome, ""
+
+
+def must_verify(item: Item) -> bool:
+    """Whether `check_frame` can judge what was read: a whole frame, or a range from its first byte."""
+    return item.whole or item.offset == 0
+
+
+def check_frame(item: Item, nbytes: int) -> FrameHeader:
+    """The header of the frame that was read into `item`, proved to be whole and the key's own.
+
+    Of a range only header and first segment are proved.
+
+    Raises:
+        Corrupt: anything else.
+        BackendError: the bytes don't lie in host memory.
+    """
+    check = verify if item.whole else verify_prefix
+    return check(_bytes_read(item, nbytes), key=item.key, part=_part_of(item.key))
+
+
+def narrowed(declared: object, opened: object) -> Capabilities:
+    """The capabilities in force after `open`.
+
+    Raises:
+        PluginError: either isn't a Capabilities, or `opened` offers more than `declared`.
+    """
+    if not isinstance(declared, Capabilities):
+        raise PluginError(f"its capabilities are a {type(declared).__name__}")
+    if opened is None:
+        return declared
+    if not isinstance(opened, Capabilities):
+        raise PluginError(f"open returned a {type(opened).__name__}, not Capabilities or None")
+    wider = [name for name in _OFFERS if getattr(opened, name) and not getattr(declared, name)]
+    wider += [name for name in _LIMITS if _exceeds(getattr(opened, name), getattr(declared, name))]
+    if not opened.devices <= declared.devices:
+        wider.append("devices")
+    if wider:
+        raise PluginError(f"open returned more than was declared before it: {', '.join(wider)}")
+    return opened
+
+
+def _fault(operation: Operation, target: Item | StorageKey, outcome: object) -> str:
+    if not isinstance(outcome, Outcome):
+        return f"the outcome is a {type(outcome).__name__}"
+    status, nbytes = outcome.status, outcome.nbytes
+    if status is Status.TIMEOUT:
+        return "TIMEOUT is for the core to say"
+    if status not in _ALLOWED[operation]:
+        return f"{status!r} is no outcome of a {operation.value}"
+    if type(nbytes) is not int or nbytes < 0:
+        return f"nbytes is {nbytes!r}"
+    if outcome.stored is not None and (type(outcome.stored) is not int or outcome.stored < 0):
+        return f"stored is {outcome.stored!r}"
+    if outcome.token is not None and type(outcome.token) is not int:
+        return f"token is {outcome.token!r}"
+    if outcome.error is not None and not isinstance(outcome.error, BaseException):
+        return f"the error is a {type(outcome.error).__name__}"
+    return _length_fault(operation, target, status, nbytes) if isinstance(target, Item) else ""
+
+
+def _length_fault(operation: Operation, item: Item, status: Status, nbytes: int) -> str:
+    if status is Status.TOO_SMALL:
+        return "" if nbytes > item.nbytes else f"{nbytes} bytes are called too many for {item.nbytes}"
+    if status is not Status.OK:
+        return ""
+    if operation is Operation.PUT:
+        return "" if nbytes in (0, item.nbytes) else f"{nbytes} bytes were put of {item.nbytes}"
+    if nbytes > item.nbytes or (nbytes < item.nbytes and not item.whole):
+        return f"{nbytes} bytes were read for {item!r}"
+    return ""
+
+
+def _attributed(outcome: Outcome, tier: str, op: str, key: str) -> Outcome:
+    error = wrapped(outcome.error or BackendError("failed without saying why"), tier=tier, op=op, key=key)
+    return outcome if error is outcome.error else failed(error)
+
+
+def _key_of(target: Item | StorageKey) -> str:
+    return target.key if isinstance(target, Item) else target
+
+
+def _bytes_read(item: Item, nbytes: int) -> memoryview:
+    """The first `nbytes` bytes of the item's views. Frames read into one view aren't copied."""
+    pieces = []
+    left = nbytes
+    for view in item.views:
+        memory = view.host
+        if memory is None:
+            raise BackendError(f"a frame on {view.device} can't be verified here", key=item.key)
+        pieces.append(memory[: min(left, view.nbytes)])
+        left -= len(pieces[-1])
+        if left == 0:
+            break
+    return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+
+def _part_of(key: StorageKey) -> str | None:
+    """The part digest that stands in a key: none for records; None where the key is of another form."""
+    if key.startswith("c-"):
+        return key[2 : 2 + PART_DIGEST_CHARS]
+    return "" if key.startswith("n-") else None
+
+
+def _exceeds(limit: int | None, declared: int | None) -> bool:
+    """Whether `limit` is above `declared`; None is no limit."""
+    return declared is not None and (limit is None or limit > declared)

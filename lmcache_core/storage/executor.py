@@ -1,0 +1,367 @@
+"""One tier's executor: its threads, its deadlines, and every call into its backend.
+
+A job:
+
+    submit ──▶ queued ──▶ running ──▶ settled ──▶ finished
+       │          │           └──deadline, close──▶ settled by the core; stuck: the slot is taken and the
+       │          │                                 memory quarantined until the backend lets go ──▶ finished
+       │          └──deadline, cancel, close──▶ settled, finished; it never held memory
+       └──closed, busy, breaker open──▶ settled, finished; nothing was asked
+
+- A running job has one of the slots, as many as calls may be inside the backend. It is free again when
+  the method has returned and the backend has let go of every item, however late that is.
+- Bytes count from submit to finished, so queued, running and quarantined ones all stand in the bound.
+- A job with items that failed in a way worth retrying goes through queued and running once more.
+
+`flight.py` has the states of a job's items, `traffic.py` the queue, slots and bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+from lmcache_core.errors import (
+    BackendClosed,
+    BackendError,
+    BackendUnavailable,
+    DeadlineExceeded,
+    NotSupported,
+)
+from lmcache_core.events import BreakerChanged, EventBus
+from lmcache_core.storage.alarm import Alarm
+from lmcache_core.storage.attempt import Attempt
+from lmcache_core.storage.breaker import Breaker, BreakerState
+from lmcache_core.storage.call import Job, Operation
+from lmcache_core.storage.contract import Backend, C, Capabilities, Entry, Host, Outcome, Status
+from lmcache_core.storage.faults import failed, wrapped
+from lmcache_core.storage.flight import Flight
+from lmcache_core.storage.lifecycle import close_backend, open_backend
+from lmcache_core.storage.retry import RetryBudget
+from lmcache_core.storage.scan import ScanJob
+from lmcache_core.storage.traffic import Traffic, TrafficStats
+from lmcache_core.storage.verifier import Verifier
+
+SCAN_GRACE_S = 1.0
+
+
+class _State(Enum):
+    BUILT = "not open yet"
+    OPENING = "opening"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorStats:
+    """Gauges of the moment, and counters since the start.
+
+    Counters: `submitted`, `refused`, `timeouts` and `retries` in jobs; `calls`; `late_results`,
+    `corrupt_frames` and `repeated_settlements` in items; `contract_breaches`; `callback_errors`.
+    """
+
+    traffic: TrafficStats
+    read_breaker: BreakerState
+    write_breaker: BreakerState
+    counters: dict[str, int]
+
+
+class TierExecutor:
+    """Runs jobs on a backend. Thread-safe; no method but `open`, `scan` and `close` blocks.
+
+    `max_in_flight`, the backend's own limit and the jobs' deadlines bound what a bad store can cost.
+    `queue_limit` counts jobs, `in_flight_bytes` the `nbytes` of all that aren't finished.
+    """
+
+    def __init__(
+        self,
+        backend: Backend[C],
+        host: Host,
+        *,
+        max_in_flight: int,
+        in_flight_bytes: int,
+        queue_limit: int,
+        read_breaker: Breaker,
+        write_breaker: Breaker,
+        retry: RetryBudget,
+        verifier: Verifier,
+        events: EventBus,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tier = host.tier
+        self.now = clock
+        self.verify = verifier.submit
+        self._backend = backend
+        self._host = host
+        self._read_breaker = read_breaker
+        self._write_breaker = write_breaker
+        self._retry = retry
+        self._events = events
+        self._alarm = Alarm(self.expire, clock)
+        self._capabilities = Capabilities()
+        self._methods: dict[Operation, Callable[..., None]] = {
+            Operation.GET: backend.get_many,
+            Operation.PUT: backend.put_many,
+            Operation.STAT: backend.stat_many,
+            Operation.DELETE: backend.delete_many,
+        }
+        self._traffic = Traffic(
+            max_in_flight=max_in_flight, in_flight_bytes=in_flight_bytes, queue_limit=queue_limit
+        )
+        self._life = threading.Lock()  # guards changes of _state
+        self._state = _State.BUILT
+        self._counting = threading.Lock()  # guards _counters
+        self._counters: Counter[str] = Counter()
+        read_breaker.watch(partial(self._breaker_changed, "read"))
+        write_breaker.watch(partial(self._breaker_changed, "write"))
+
+    # --- for the tier layer
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the backend offers, once it is open."""
+        return self._capabilities
+
+    def open(self, deadline: float) -> Capabilities:
+        """Opens the backend and returns what it offers. After a failure the executor is closed for good.
+
+        Raises:
+            ConfigError, PermissionDenied, BackendUnavailable: as the backend said.
+            BackendUnavailable: it didn't return before `deadline`.
+            PluginError: it offers more than it declared.
+            BackendError: it raised anything else.
+        """
+        with self._life:
+            if self._state is not _State.BUILT:
+                raise BackendClosed(f"can't be opened: {self._state.value}", backend=self.tier, op="open")
+            self._state = _State.OPENING
+        try:
+            self._alarm.start(f"lmcache-deadlines-{self.tier}")
+            capabilities = open_backend(self._backend, self._host, deadline - self.now())
+        except BaseException as error:
+            self._state = _State.CLOSED
+            self._alarm.stop()
+            if isinstance(error, RuntimeError):  # of this process: what the backend raised is ours by now
+                raise BackendUnavailable("no thread can be started", backend=self.tier, op="open") from error
+            raise
+        self._capabilities = capabilities
+        self._traffic.limit_slots(capabilities.max_in_flight)
+        with self._life:
+            opened = self._state is _State.OPENING
+            if opened:
+                self._state = _State.OPEN
+        if not opened:
+            close_backend(self._backend, self.tier, deadline - self.now())
+            raise BackendClosed("closed while it opened", backend=self.tier, op="open")
+        return capabilities
+
+    def submit(self, job: Job) -> None:
+        """Queues `job`. When that can't be, it is settled FAILED and finished at once, on this thread.
+
+        Raises:
+            ValueError: the same job was submitted before and hasn't finished.
+        """
+        flight = Flight(job, self)
+        refusal = self._refusal(flight)
+        if refusal is None and (busy := self._traffic.admit(flight)):
+            refusal = self._error(BackendUnavailable, busy, flight)
+        if refusal is not None:
+            self.count("refused")
+            self._drop(flight, failed(refusal))
+            return
+        self.count("submitted")
+        self._alarm.at(flight.deadline)
+        if (number := self._traffic.claim_thread()) is not None:
+            self._start_thread(number)
+
+    def cancel(self, job: Job) -> bool:
+        """Takes `job` out of the queue and settles it FAILED; False when it isn't queued (any more)."""
+        flight = self._traffic.withdraw(job)
+        if flight is None:
+            return False
+        self._drop(flight, self._failed(BackendError, "cancelled before it ran", flight))
+        return True
+
+    def scan(self, prefix: str, deadline: float) -> list[Entry]:
+        """Every entry whose key starts with `prefix`. Blocks, until `deadline` at most.
+
+        Raises:
+            NotSupported: the backend doesn't scan.
+            BackendError: it failed, was refused as any job may be, or took too long.
+        """
+        job = ScanJob(self._backend.scan, prefix, deadline=deadline)
+        self.submit(job)
+        return job.result(deadline - self.now() + SCAN_GRACE_S)
+
+    def expire(self) -> None:
+        """Settles as TIMEOUT what is past its deadline. The alarm calls it, or a test with a fake clock."""
+        queued, running, next_at = self._traffic.take_due(self.now())
+        if next_at is not None:
+            self._alarm.at(next_at)
+        for flight in running:
+            self.count("timeouts")
+            if flight.give_up(self._timeout(flight)):
+                self._traffic.mark_stuck(flight)
+                self._breaker(flight.operation).failure("a call did not end within its deadline")
+        hung = self._traffic.hung
+        for flight in queued:
+            self.count("timeouts")
+            if hung:  # waiting for calls that never return is a failure of the store; for slow ones it isn't
+                self._breaker(flight.operation).failure("no call returns")
+            self._drop(flight, self._timeout(flight))
+
+    def close(self, deadline: float) -> None:
+        """Closes the backend. When this returns, at `deadline` at most, every item is settled. Idempotent.
+
+        Queued jobs fail at once and running calls are told to stop. One that hangs on keeps its memory.
+        A job that is preparing settles when it has prepared.
+        """
+        with self._life:
+            if self._state is _State.CLOSED:
+                return
+            self._state = _State.CLOSED
+        queued, running = self._traffic.close()
+        for flight in queued:
+            self._drop(flight, self._failed(BackendClosed, "closed", flight))
+        for flight in running:
+            flight.cancel_call()
+        close_backend(self._backend, self.tier, deadline - self.now())
+        for flight in self._traffic.wait_quiet(deadline - self.now()):
+            if flight.give_up(self._failed(BackendClosed, "closed while it ran", flight)):
+                self._traffic.mark_stuck(flight)
+        self._alarm.stop()
+
+    def stats(self) -> ExecutorStats:
+        with self._counting:
+            counters = dict(self._counters)
+        return ExecutorStats(
+            traffic=self._traffic.stats(),
+            read_breaker=self._read_breaker.state,
+            write_breaker=self._write_breaker.state,
+            counters=counters,
+        )
+
+    # --- for its flights
+
+    def count(self, what: str) -> None:
+        with self._counting:
+            self._counters[what] += 1
+
+    def attempt_over(self, flight: Flight, attempt: Attempt) -> None:
+        """The backend has let go of the whole call: its slot is free, and a retry may follow."""
+        breaker = self._breaker(flight.operation)
+        if not attempt.judged:
+            if attempt.answered and not attempt.timed_out:
+                breaker.success()
+            elif attempt.failure and self._state is not _State.CLOSED:
+                breaker.failure(attempt.failure)
+        if flight.wants_retry and self._can_retry(flight, attempt, breaker) and self._traffic.requeue(flight):
+            self.count("retries")
+            return
+        self._traffic.leave_slot(flight)
+        flight.settle_held_back()
+        flight.release()
+
+    def flight_finished(self, flight: Flight) -> None:
+        self._traffic.finish(flight)
+
+    # --- the worker threads
+
+    def _start_thread(self, number: int) -> None:
+        thread = threading.Thread(target=self._work, name=f"lmcache-{self.tier}-{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system refuses: the threads there are will do; without any, nothing runs
+            for flight in self._traffic.unclaim_thread():
+                self._drop(flight, self._failed(BackendUnavailable, "no thread can be started", flight))
+
+    def _work(self) -> None:
+        while (flight := self._traffic.next()) is not None:
+            self._fly(flight)
+            del flight  # keeps the job alive otherwise, until the next one comes
+
+    def _fly(self, flight: Flight) -> None:
+        """Runs one attempt of `flight` on this thread."""
+        attempt = self._begin(flight)
+        if attempt is None:
+            self._traffic.leave_slot(flight)
+            flight.release()
+            return
+        error: BackendError | None = None
+        try:
+            if isinstance(flight.job, ScanJob):
+                flight.job.read_pages(attempt)
+            else:
+                self._methods[flight.operation](attempt.targets, attempt)
+        except BaseException as raised:  # noqa: BLE001  (recorded boundary)
+            closing = self._state is _State.CLOSED
+            error = wrapped(raised, tier=self.tier, op=flight.operation.value, closing=closing)
+        flight.returned(attempt, error, asynchronous=self._capabilities.asynchronous)
+
+    def _begin(self, flight: Flight) -> Attempt | None:
+        """Prepares `flight` and begins its next attempt; None: every item has been settled instead."""
+        breaker = self._breaker(flight.operation)
+        if flight.deadline <= self.now():
+            outcome = self._timeout(flight)
+        elif breaker.refusing or ((flight.prepared or flight.prepare()) and not breaker.allow()):
+            outcome = self._failed(BackendUnavailable, "breaker open", flight)
+        else:
+            attempt = flight.begin(self.now())
+            if attempt is not None:
+                self._retry.record_call()
+                self.count("calls")
+                return attempt
+            outcome = self._failed(BackendClosed, "closed", flight)  # unless its items are settled already
+        flight.settle_held_back()
+        flight.give_up(outcome)
+        return None
+
+    def _can_retry(self, flight: Flight, attempt: Attempt, breaker: Breaker) -> bool:
+        """Whether a second attempt, should it take as long as the first, ends in time and may be made."""
+        now = self.now()
+        suffices = now + (now - attempt.started) < flight.deadline
+        return suffices and not breaker.refusing and self._retry.try_spend()
+
+    # --- refusals and words
+
+    def _refusal(self, flight: Flight) -> BackendError | None:
+        """Why `flight` need not even be queued, if so."""
+        if self._state is _State.CLOSED:
+            return self._error(BackendClosed, "closed", flight)
+        if self._state is not _State.OPEN:
+            return self._error(BackendUnavailable, self._state.value, flight)
+        offered = {Operation.DELETE: self._capabilities.delete, Operation.SCAN: self._capabilities.scan}
+        if not offered.get(flight.operation, True):
+            return self._error(NotSupported, f"this backend has no {flight.operation.value}", flight)
+        if self._breaker(flight.operation).refusing:
+            return self._error(BackendUnavailable, "breaker open", flight)
+        return None
+
+    def _drop(self, flight: Flight, outcome: Outcome) -> None:
+        """Ends a flight that the backend does not have: settles what is left and finishes it."""
+        flight.settle_held_back()
+        flight.give_up(outcome)
+        flight.release()
+
+    def _breaker(self, operation: Operation) -> Breaker:
+        return self._write_breaker if operation.writes else self._read_breaker
+
+    def _breaker_changed(self, operation: str, state: BreakerState, reason: str) -> None:
+        self._events.emit(
+            BreakerChanged(tier=self.tier, operation=operation, state=state.value, reason=reason)
+        )
+
+    def _error(self, kind: type[BackendError], message: str, flight: Flight) -> BackendError:
+        return kind(message, backend=self.tier, op=flight.operation.value)
+
+    def _failed(self, kind: type[BackendError], message: str, flight: Flight) -> Outcome:
+        return failed(self._error(kind, message, flight))
+
+    def _timeout(self, flight: Flight) -> Outcome:
+        error = self._error(DeadlineExceeded, "no answer within the deadline", flight)
+        return Outcome(status=Status.TIMEOUT, error=error)
