@@ -151,8 +151,8 @@ def parse_header(memory: memoryview) -> FrameHeader:
         raise Corrupt("not a frame: wrong magic")
     if version != FRAME_VERSION:
         raise Corrupt(f"frame version {version}, this release reads {FRAME_VERSION}")
-    if num_segments > MAX_SEGMENTS or num_codecs > MAX_CODECS:
-        raise Corrupt(f"{num_segments} segments and {num_codecs} codecs are over the limits")
+    if num_codecs > MAX_CODECS:
+        raise Corrupt(f"{num_codecs} codecs are over the limit of {MAX_CODECS}")
     if not 1 <= pages <= _MAX_HEADER_PAGES or len(memory) < pages * PAGE_NBYTES:
         raise Corrupt(f"a header of {pages} pages does not fit in {len(memory)} bytes or is over the limit")
     header_nbytes = pages * PAGE_NBYTES
@@ -187,15 +187,14 @@ def parse_header(memory: memoryview) -> FrameHeader:
 
 
 def _parse_texts(body: bytes, offset: int, count: int) -> tuple[list[str], int]:
+    """The texts and where they end: within the first page, as `count` and each length are limited."""
     texts = []
     for _ in range(count):
-        start = offset + _LENGTH.size
-        if start > len(body):
-            raise Corrupt("a text field runs past the header")
         (length,) = _LENGTH.unpack_from(body, offset)
+        if length > MAX_TEXT_CHARS:
+            raise Corrupt(f"a text field of {length} bytes is over the limit of {MAX_TEXT_CHARS}")
+        start = offset + _LENGTH.size
         offset = start + length
-        if length > MAX_TEXT_CHARS or offset > len(body):
-            raise Corrupt(f"a text field of {length} bytes is over the limit or runs past the header")
         try:
             texts.append(body[start:offset].decode("ascii"))
         except UnicodeDecodeError as error:

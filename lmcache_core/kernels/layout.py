@@ -173,8 +173,7 @@ def _plane(tensor: Tensor, layer: int, column: int) -> Plane:
             f"layer {layer}: {problem}: [heads, blocks, slots, width] is {_numbers(tensor)}, "
             f"its strides {tensor.stride()}"
         )
-    strides = [stride if size > 1 else 0 for size, stride in outer]
-    return Plane(tensor.as_strided(tensor.shape, (*strides, 1), tensor.storage_offset()), column)
+    return Plane(tensor, column)
 
 
 def _numbers(tensor: Tensor) -> list[int]:

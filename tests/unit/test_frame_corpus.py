@@ -29,6 +29,8 @@ PART_AT = PARENT_AT + 2 + len(PARENT)
 FORMAT_AT = PART_AT + 2 + 16
 SEGMENTS_AT = FORMAT_AT + 2 + len("kv float32 64") + 2
 
+RECORD_KEY_ID_AT = TEXTS + 2 + len("n-" + "0" * 64) + 2 + 2 + 2 + len("model-record json")
+
 
 def chunk_header() -> FrameHeader:
     return FrameHeader(
@@ -110,6 +112,15 @@ def build_corpus() -> dict[str, bytes]:
         "hostile-raw-differs-without-codec": resealed(chunk, (SEGMENTS_AT + 8, "Q", 4097)),
         "hostile-record-with-tokens": resealed(encode_header(record), (NUM_TOKENS, "I", 1)),
         "hostile-record-as-chunk": resealed(encode_header(record), (KIND, "H", 1)),
+        "hostile-texts-past-the-header": resealed(
+            encode_header(record), (NUM_CODECS, "H", 1), (RECORD_KEY_ID_AT, "H", 0xFFFF)
+        ),
+        "hostile-codecs-past-the-header": resealed(
+            encode_header(record),
+            (NUM_CODECS, "H", 0xFFFF),
+            (RECORD_KEY_ID_AT + 2, "Q", 0),
+            (RECORD_KEY_ID_AT + 10, "Q", 0),
+        ),
     }
     for name, offset, code, values in (
         ("version", VERSION, "H", (0, 2, 0xFFFF)),

@@ -324,6 +324,27 @@ def test_nothing_larger_than_an_index_is_allocated() -> None:
     assert largest <= 8 * 512 * HEADS * 2 < payload[0].nbytes // 8
 
 
+def test_whole_blocks_in_a_row_are_copied_at_once() -> None:
+    kv = PagedKV.from_blocks([torch.zeros(2, 40, 16, HEADS, 64) for _ in range(LAYERS)], axes="cnshd")
+    payload = new_payload(512, dim=64)
+    with torch.profiler.profile() as profiler:
+        kv.gather(range(3, 515), payload)
+    copies = [event for event in profiler.events() if event.name == "aten::copy_"]
+    assert len(copies) == LAYERS * 2 * 3  # of K and of V: the rest of a block, whole blocks, the start of one
+
+
+def test_the_stride_of_a_dimension_of_one_entry_means_nothing() -> None:
+    odd = torch.arange(5.0 * DIM).as_strided([1, 1, 5, DIM], [3, 7, DIM, 1])
+    kv = PagedKV.from_pairs([odd] * LAYERS, [odd + 100] * LAYERS)
+    for slots in (range(1, 4), torch.arange(1, 4)):
+        payload = new_payload(3, num_heads=1)
+        kv.gather(slots, payload)
+        want = [
+            float(slot * DIM + e + 100 * half) for slot in (1, 2, 3) for half in range(2) for e in range(DIM)
+        ]
+        assert payload_numbers(payload) == [want] * LAYERS
+
+
 UNFIT: list[tuple[str, Callable[[], object], str]] = [
     (
         "shapes that differ between layers",
