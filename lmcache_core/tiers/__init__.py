@@ -1,0 +1,23 @@
+"""The chain of tiers: where a frame is, where it should be, what leaves."""
+
+from lmcache_core.tiers.backends import PreparedTier, prepare_tiers
+from lmcache_core.tiers.build import build_chain
+from lmcache_core.tiers.chain import Policy, Run, Tier, TierChain
+from lmcache_core.tiers.frames import Frame
+from lmcache_core.tiers.index import ResidencyIndex
+from lmcache_core.tiers.memory_tier import MemoryTier
+from lmcache_core.tiers.storage_tier import StorageTier
+
+__all__ = [
+    "Frame",
+    "MemoryTier",
+    "Policy",
+    "PreparedTier",
+    "ResidencyIndex",
+    "Run",
+    "StorageTier",
+    "Tier",
+    "TierChain",
+    "build_chain",
+    "prepare_tiers",
+]

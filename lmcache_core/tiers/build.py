@@ -1,0 +1,150 @@
+"""From a config to a running chain of tiers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmcache_core.config import CacheConfig, TierConfig
+from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.events import EventBus
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.memory import MemoryPool, PinTable
+from lmcache_core.registry import Registry
+from lmcache_core.storage import (
+    Backend,
+    Breaker,
+    RetryBudget,
+    TierExecutor,
+    TierHost,
+    Verifier,
+)
+from lmcache_core.tiers.backends import prepare_tiers
+from lmcache_core.tiers.chain import Policy, TierChain
+from lmcache_core.tiers.memory_tier import MemoryTier
+from lmcache_core.tiers.storage_tier import StorageTier, StorageTierOptions
+
+OPEN_DEADLINE_S = 30.0
+BackendFactory = Callable[[], Backend[Any]]
+
+
+def build_chain(
+    config: CacheConfig,
+    registry: Registry,
+    *,
+    parts: Sequence[str],
+    events: EventBus,
+    clock: Callable[[], float] = time.monotonic,
+) -> TierChain:
+    """Builds and opens every tier, nearest first. A store that can't be reached now leaves its tier down.
+
+    Raises:
+        ConfigError: a tier that can never work as configured. What was opened is closed again.
+    """
+    tiers = prepare_tiers(config, registry)
+    staging = int(config.memory.staging)
+    pool = MemoryPool(
+        sum(int(tier.config.capacity or 0) for tier in tiers if tier.resident) + staging,
+        reserved_bytes=staging // 2,
+        huge_pages=config.memory.huge_pages,
+        clock=clock,
+        events=events,
+        debug=config.memory.debug_leases,
+    )
+    chain = TierChain(pool, PinTable(clock), events.emit, load_window_bytes=max(staging // 4, 1), clock=clock)
+    verifier = Verifier()
+    chain.on_close(verifier.close)
+    try:
+        for prepared in tiers:
+            tier = prepared.config
+            policy = Policy(write=tier.write == "through", promote=tier.promote, deadline_s=tier.deadline)
+            if prepared.resident:
+                chain.add(_memory_tier(tier, prepared.make(), chain, parts, events), policy)
+            else:
+                storage_tier = _storage_tier(
+                    tier, prepared.make, config, chain, parts, verifier, events, clock
+                )
+                chain.add(storage_tier, policy)
+                storage_tier.open(clock() + OPEN_DEADLINE_S)
+    except BaseException:
+        chain.close(clock())
+        raise
+    return chain
+
+
+def _memory_tier(
+    config: TierConfig, backend: Backend[Any], chain: TierChain, parts: Sequence[str], events: EventBus
+) -> MemoryTier:
+    host = TierHost(
+        tier=config.name,
+        deadline_s=config.deadline,
+        max_in_flight=1,
+        capacity_bytes=config.capacity,
+        parts=tuple(parts),
+        pool=chain.pool,
+        on_lost=lambda copies, reason: None,
+        on_lost_all=lambda reason: None,
+    )
+    try:
+        backend.open(host)
+    except BackendError as error:
+        raise ConfigError(f"tier {config.name!r}: {error}") from error
+    return MemoryTier(config.name, backend, int(config.capacity or 0), pins=chain.pins, emit=events.emit)
+
+
+def _storage_tier(
+    config: TierConfig,
+    factory: BackendFactory,
+    cache: CacheConfig,
+    chain: TierChain,
+    parts: Sequence[str],
+    verifier: Verifier,
+    events: EventBus,
+    clock: Callable[[], float],
+) -> StorageTier:
+    def open_tier(
+        lost: Callable[[Sequence[tuple[StorageKey, int | None]], str], None],
+        lost_all: Callable[[str], None],
+    ) -> TierExecutor:
+        backend = factory()
+        most = backend.capabilities.max_in_flight
+        max_in_flight = most if config.max_in_flight is None else min(most, config.max_in_flight)
+        host = TierHost(
+            tier=config.name,
+            deadline_s=config.deadline,
+            max_in_flight=max_in_flight,
+            capacity_bytes=config.capacity,
+            parts=tuple(parts),
+            pool=chain.pool,
+            on_lost=lost,
+            on_lost_all=lost_all,
+        )
+
+        def breaker() -> Breaker:
+            return Breaker(
+                failures=config.breaker.failures, cool_down_s=config.breaker.cool_down, clock=clock
+            )
+
+        return TierExecutor(
+            backend,
+            host,
+            max_in_flight=max_in_flight,
+            in_flight_bytes=config.in_flight_bytes,
+            queue_limit=config.queue,
+            read_breaker=breaker(),
+            write_breaker=breaker(),
+            retry=RetryBudget(),
+            verifier=verifier,
+            events=events,
+            clock=clock,
+        )
+
+    options = StorageTierOptions(
+        name=config.name,
+        capacity_bytes=config.capacity,
+        deadline_s=config.deadline,
+        max_queued=config.queue,
+        allocate_deadline_s=cache.allocate_deadline,
+    )
+    return StorageTier(options, open_tier, pool=chain.pool, pins=chain.pins, emit=events.emit, clock=clock)

@@ -1,0 +1,323 @@
+"""The ordered tiers: where a frame is, how it gets here, where it should be, and what leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from lmcache_core.errors import PoolFull
+from lmcache_core.events import Event, StoreShed
+from lmcache_core.frame import FrameHeader
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.memory import MemoryPool, PinTable
+from lmcache_core.storage import Priority
+from lmcache_core.tiers.flights import Flights, Ticket
+from lmcache_core.tiers.frames import Frame
+from lmcache_core.tiers.memory_tier import MemoryTier
+from lmcache_core.tiers.storage_tier import GRACE_S, StorageTier
+
+MAX_SEEN = 65_536
+
+Tier = MemoryTier | StorageTier
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the config says about a tier's place in the chain."""
+
+    write: bool
+    """New frames are written here."""
+    promote: str
+    """When a frame loaded from here is kept in the nearer tiers: always, on_second_hit, never."""
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`keys[start:stop]` of a request are held by `tier`, the nearest that has them."""
+
+    tier: Tier
+    start: int
+    stop: int
+
+
+class TierChain:
+    """All tiers of one process, nearest first, over one pool.
+
+    Between tiers there is no invariant: a frame may be in any of them. No method raises for what a tier
+    does; `deadline`s are absolute `clock()` seconds.
+    """
+
+    def __init__(
+        self,
+        pool: MemoryPool,
+        pins: PinTable,
+        emit: Callable[[Event], None],
+        *,
+        load_window_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool = pool
+        self.pins = pins
+        self.tiers: tuple[Tier, ...] = ()
+        self.policies: dict[str, Policy] = {}
+        self._emit = emit
+        self._window = load_window_bytes
+        self._on_close: list[Callable[[], None]] = []
+        self._clock = clock
+        self._flights = Flights()
+        self._lock = threading.Lock()  # guards the two sets below
+        self._claimed: set[StorageKey] = set()
+        self._seen: OrderedDict[StorageKey, None] = OrderedDict()
+
+    def add(self, tier: Tier, policy: Policy) -> None:
+        """Appends the next farther tier. Only while the chain is being built."""
+        self.tiers = (*self.tiers, tier)
+        self.policies[tier.name] = policy
+        if isinstance(tier, MemoryTier):
+            self.pool.attach(tier)
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Runs `action` once the tiers are closed."""
+        self._on_close.append(action)
+
+    # -- where is it -----------------------------------------------------------------------------
+
+    def locate(
+        self, keys: Sequence[StorageKey], tiers: Sequence[Tier] | None = None, start: int = 0
+    ) -> list[Run]:
+        """The runs that together cover the longest prefix of `keys[start:]` held by the union of tiers.
+
+        A tier that has to be asked costs at most its deadline.
+        """
+        among = self.tiers if tiers is None else tiers
+        runs: list[Run] = []
+        position = start
+        deadlines: dict[str, float] = {}
+        while position < len(keys):
+            for rank, tier in enumerate(among):
+                until = deadlines.setdefault(tier.name, self._clock() + self.policies[tier.name].deadline_s)
+                length = tier.prefix_length(keys, position, until)
+                if length:
+                    stop = _stop_where_nearer(keys, position, position + length, among[:rank])
+                    runs.append(Run(tier, position, stop))
+                    position = stop
+                    break
+            else:
+                break
+        return runs
+
+    def find_first(self, keys: Sequence[StorageKey], tiers: Sequence[Tier] | None = None) -> Run | None:
+        """The first of `keys`, in their order, that any tier holds."""
+        for position, key in enumerate(keys):
+            for tier in self.tiers if tiers is None else tiers:
+                until = self._clock() + self.policies[tier.name].deadline_s
+                if tier.prefix_length((key,), 0, until):
+                    return Run(tier, position, position + 1)
+        return None
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def stream(
+        self, keys: Sequence[StorageKey], runs: Sequence[Run], priority: Priority = Priority.LOAD
+    ) -> Generator[tuple[Frame, str], None, None]:
+        """Yields the frames of `runs` in order with the tier each came from; ends at the first that fails.
+
+        The caller releases each frame. Reads run ahead by at most the load window, and each tier has
+        its deadline, counted from the first frame wanted of it. Closing the generator gives up the rest.
+        """
+        steps = deque((run.tier, keys[i]) for run in runs for i in range(run.start, run.stop))
+        pending: deque[tuple[Tier, StorageKey, Ticket | None]] = deque()
+        deadlines: dict[str, float] = {}
+        in_flight = 0
+        self.touch(keys[: runs[-1].stop] if runs else ())
+        try:
+            while steps or pending:
+                while steps and (in_flight < self._window or not pending):
+                    tier = steps[0][0]
+                    if isinstance(tier, MemoryTier):
+                        pending.append((*steps.popleft(), None))
+                        continue
+                    batch: list[StorageKey] = []
+                    while steps and steps[0][0] is tier and (in_flight < self._window or not batch):
+                        key = steps.popleft()[1]
+                        copy = tier.index.get(key)
+                        in_flight += copy.nbytes if copy is not None else 0
+                        batch.append(key)
+                    until = deadlines.setdefault(
+                        tier.name, self._clock() + self.policies[tier.name].deadline_s
+                    )
+                    tickets = self.fetch(tier, batch, priority, until)
+                    pending.extend((tier, ticket.key, ticket) for ticket in tickets)
+                tier, key, ticket = pending.popleft()
+                if ticket is None:
+                    frame = tier.borrow(key, "load") if isinstance(tier, MemoryTier) else None
+                else:
+                    frame = ticket.result(deadlines[tier.name] - self._clock() + GRACE_S)
+                if frame is None:
+                    frame, tier = self._from_elsewhere(key, tier, priority)
+                if frame is None:
+                    return
+                if ticket is not None:
+                    in_flight -= frame.nbytes
+                yield frame, tier.name
+        finally:
+            for _, _, ticket in pending:
+                if ticket is not None:
+                    ticket.abandon()
+
+    def fetch(
+        self, tier: StorageTier, keys: Sequence[StorageKey], priority: Priority, deadline: float
+    ) -> list[Ticket]:
+        """Starts reading frames, or joins reads of them that are under way. One ticket a key."""
+        tickets, mine = self._flights.join(keys)
+        if mine:
+            tier.load(
+                mine, priority, deadline, lambda key, frame, reason: self._arrived(tier, key, frame, reason)
+            )
+        return tickets
+
+    def _from_elsewhere(self, key: StorageKey, failed: Tier, priority: Priority) -> tuple[Frame | None, Tier]:
+        """A second chance in the tiers beyond the one that failed."""
+        for tier in self.tiers[self.tiers.index(failed) + 1 :]:
+            if not isinstance(tier, StorageTier) or not tier.contains(key):
+                continue
+            until = self._clock() + self.policies[tier.name].deadline_s
+            (ticket,) = self.fetch(tier, [key], priority, until)
+            frame = ticket.result(until - self._clock() + GRACE_S)
+            if frame is not None:
+                return frame, tier
+        return None, failed
+
+    def _arrived(self, tier: StorageTier, key: StorageKey, frame: Frame | None, reason: str) -> None:
+        try:
+            if frame is not None and self._promotes(tier, key):
+                for nearer in self.tiers[: self.tiers.index(tier)]:
+                    self._keep(nearer, frame)
+        finally:
+            self._flights.land(key, frame, reason)
+            if frame is not None:
+                frame.release()
+
+    def _promotes(self, tier: StorageTier, key: StorageKey) -> bool:
+        promote = self.policies[tier.name].promote
+        if promote != "on_second_hit":
+            return promote == "always"
+        with self._lock:
+            if key in self._seen:
+                del self._seen[key]
+                return True
+            self._seen[key] = None
+            if len(self._seen) > MAX_SEEN:
+                self._seen.popitem(last=False)
+            return False
+
+    # -- storing ---------------------------------------------------------------------------------
+
+    def claim(self, key: StorageKey) -> bool:
+        """Whether the caller is to store `key` now: nobody holds it, and nobody else is at it.
+
+        True obliges the caller to `unclaim`. A copy in memory that a farther tier lacks is sent there.
+        """
+        for tier in self.tiers:
+            if tier.contains(key):
+                self._repair(tier, key)
+                return False
+        with self._lock:
+            if key in self._claimed:
+                return False
+            self._claimed.add(key)
+            return True
+
+    def unclaim(self, key: StorageKey) -> None:
+        with self._lock:
+            self._claimed.discard(key)
+
+    def allocate(self, header: FrameHeader, deadline: float) -> Frame | None:
+        """Memory for a new frame, its payload yet to be filled. None, and an event, when there is none."""
+        try:
+            lease = self.pool.allocate(header.frame_nbytes, owner="store", deadline=deadline)
+        except PoolFull as error:
+            self._emit(StoreShed(tier="", key=header.key, reason=f"no memory: {error}"))
+            return None
+        return Frame(header, lease, sealed=False)
+
+    def put(self, frame: Frame) -> bool:
+        """Keeps a filled frame in every tier that is written to. True when at least one took it."""
+        taken = False
+        for tier in self.tiers:
+            taken = self._keep(tier, frame) or taken
+        return taken
+
+    def touch(self, keys: Sequence[StorageKey]) -> None:
+        """Marks a path from the root as used, in every tier."""
+        for tier in self.tiers:
+            tier.index.touch(keys)
+
+    def _keep(self, tier: Tier, frame: Frame) -> bool:
+        if not self.policies[tier.name].write or tier.contains(frame.key):
+            return False
+        return tier.store(frame) if isinstance(tier, MemoryTier) else tier.writes.offer(frame)
+
+    def _repair(self, tier: Tier, key: StorageKey) -> None:
+        if not isinstance(tier, MemoryTier):
+            return
+        lacking = [
+            other
+            for other in self.tiers
+            if isinstance(other, StorageTier)
+            and self.policies[other.name].write
+            and other.usable
+            and key not in other.index
+            and key not in other.writes
+        ]
+        if lacking:
+            frame = tier.borrow(key, "repair")
+            if frame is not None:
+                with frame:
+                    for other in lacking:
+                        other.writes.offer(frame)
+
+    # -- the whole -------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[StorageKey], tiers: Sequence[Tier], reason: str) -> dict[str, int]:
+        """Removes copies, at most a deadline a tier; leased and pinned ones stay. Counts by tier name."""
+        removed = {}
+        for tier in tiers:
+            if isinstance(tier, MemoryTier):
+                removed[tier.name] = tier.remove(keys, reason)
+            else:
+                for key in keys:
+                    tier.writes.withdraw(key, reason)
+                until = self._clock() + self.policies[tier.name].deadline_s
+                removed[tier.name] = tier.remove(keys, reason, until)
+        return removed
+
+    def flush(self, deadline: float) -> bool:
+        """Waits until no write waits or runs in any tier."""
+        done = [tier.writes.flush(deadline) for tier in self.tiers if isinstance(tier, StorageTier)]
+        return all(done)
+
+    def close(self, deadline: float) -> None:
+        """Writes what waits, as far as the deadline allows, then closes farthest first. Never raises."""
+        for tier in reversed(self.tiers):
+            if isinstance(tier, StorageTier):
+                tier.close(deadline)
+            else:
+                tier.close()
+        for action in self._on_close:
+            action()
+        self.pool.close()
+
+
+def _stop_where_nearer(keys: Sequence[StorageKey], start: int, stop: int, nearer: Sequence[Tier]) -> int:
+    """The first position after `start` that a nearer tier holds, else `stop`."""
+    for tier in nearer:
+        for position in range(start + 1, stop):
+            if tier.contains(keys[position]):
+                stop = position
+                break
+    return stop

@@ -1,0 +1,153 @@
+"""A tier whose frames stay where they lie in the pool: putting and borrowing move no bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from lmcache_core.errors import BackendError
+from lmcache_core.events import Event, StoreShed
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.memory import Hold, PinTable
+from lmcache_core.storage import Backend, BackendStats, Outcome, Resident, Status
+from lmcache_core.tiers.frames import Frame
+from lmcache_core.tiers.index import IndexStats, ResidencyIndex
+from lmcache_core.tiers.index import Resident as Copy
+from lmcache_core.tiers.jobs import why
+
+log = logging.getLogger(__name__)
+
+
+class MemoryTier:
+    """Index and backend of a resident tier. Nothing here blocks or does I/O.
+
+    It is also the pool's reclaimer: when an allocation finds no room, the pool asks here for the coldest
+    frame of a size class, or for everything in one slab. Evicting a frame for its memory also ends the
+    writes that wait for it (`Hold.evict`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend[object],
+        capacity_bytes: int,
+        *,
+        pins: PinTable,
+        emit: Callable[[Event], None],
+    ) -> None:
+        if not isinstance(backend, Resident):
+            raise TypeError(f"tier {name}: {type(backend).__name__} does not keep frames in memory")
+        self.name = name
+        self.index = ResidencyIndex(
+            name, capacity_bytes, pinned=lambda key: pins.pinned(name, key), emit=emit
+        )
+        self._backend: Backend[object] = backend
+        self._resident: Resident = backend
+        self._emit = emit
+
+    # -- the chain's side ------------------------------------------------------------------------
+
+    def prefix_length(self, keys: Sequence[StorageKey], start: int, deadline: float) -> int:
+        return self.index.prefix_length(keys, start)
+
+    def contains(self, key: StorageKey) -> bool:
+        return key in self.index
+
+    def store(self, frame: Frame) -> bool:
+        """Keeps `frame` here under a reference of its own; the caller's lease is untouched."""
+        hold = frame.lease.hold(tag=frame.key)
+        stored = hold.slot_nbytes
+        reason = self._make_room(stored)
+        if not reason:
+            outcome = self._adopt(frame.key, hold)
+            if outcome.status is Status.OK:
+                header = frame.header
+                copy = Copy(frame.key, frame.nbytes, stored, parent=header.parent, hold=hold, header=header)
+                self.index.admit(copy, reserved=stored)
+                return True
+            self.index.unreserve(stored, begun=True)
+            reason = why(outcome)
+        hold.drop()
+        self._emit(StoreShed(tier=self.name, key=frame.key, reason=reason))
+        return False
+
+    def borrow(self, key: StorageKey, owner: str) -> Frame | None:
+        """The frame under a new lease, or None when it is not, or no longer, here."""
+        copy = self.index.get(key)
+        if copy is None or copy.header is None:
+            return None
+        try:
+            lease = self._resident.borrow(key)
+        except Exception:  # noqa: BLE001  (recorded boundary: plugin code)
+            lease = None
+        if lease is None:
+            self.index.remove(key, "lost")
+            return None
+        return Frame(copy.header, lease, sealed=False)
+
+    def remove(self, keys: Sequence[StorageKey], reason: str) -> int:
+        """Drops these copies; leased and pinned ones stay. Returns how many went."""
+        victims = self.index.take(keys)
+        for victim in victims:
+            self._discard(victim, reason)
+        return len(victims)
+
+    def stats(self) -> tuple[IndexStats, BackendStats]:
+        return self.index.stats(), self._backend.stats()
+
+    def close(self) -> None:
+        self._backend.close()
+
+    # -- the pool's side (memory.Reclaimer) ------------------------------------------------------
+
+    def coldest(self, slot_nbytes: int) -> int | None:
+        return self.index.coldest_use(slot_nbytes)
+
+    def evict_coldest(self, slot_nbytes: int) -> bool:
+        victim = self.index.take_coldest(slot_nbytes)
+        return victim is not None and self._evict(victim)
+
+    def evict(self, holds: Sequence[Hold]) -> int:
+        """All of these frames with all that hangs on them, or, where one must stay, none."""
+        victims = self.index.take_families([hold.tag for hold in holds if hold.tag is not None])
+        return sum([self._evict(victim) for victim in victims])
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _make_room(self, nbytes: int) -> str:
+        """Reserves and begins a put of `nbytes`; returns why that can't be, or nothing."""
+        victims = self.index.reserve(nbytes)
+        if victims is None:
+            return "no room: the rest is in use"
+        for victim in victims:  # only leaves this tier: a write that waits for its bytes keeps them
+            self._discard(victim, "capacity")
+        if self.index.begin(nbytes):
+            return ""
+        self.index.unreserve(nbytes, begun=False)
+        return "no room yet: another store's victims are leaving"
+
+    def _evict(self, victim: Copy) -> bool:
+        """Takes the memory of a hidden copy; one leased meanwhile comes back instead."""
+        hold = victim.hold
+        if hold is not None and hold.alive and not hold.evict():
+            self.index.kept(victim)
+            return False
+        self._discard(victim, "capacity")
+        return True
+
+    def _adopt(self, key: StorageKey, hold: Hold) -> Outcome:
+        try:
+            return self._resident.adopt(key, hold)
+        except Exception as error:  # noqa: BLE001  (recorded boundary: plugin code)
+            return Outcome(
+                status=Status.FAILED, error=BackendError(str(error), backend=self.name, op="adopt", key=key)
+            )
+
+    def _discard(self, victim: Copy, reason: str) -> None:
+        if victim.hold is not None:
+            try:
+                self._resident.discard(victim.key, victim.hold)
+            except Exception:  # recorded boundary: plugin code; the hold is dropped all the same
+                log.exception("tier %s: discard raised", self.name)
+            victim.hold.drop()
+        self.index.gone(victim, reason)

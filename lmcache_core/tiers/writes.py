@@ -1,0 +1,308 @@
+"""The writes on their way to one tier: waiting, making room, running."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lmcache_core.events import Event, StoreShed
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.memory import Hold, MemoryPool
+from lmcache_core.storage import Job, Outcome, Status
+from lmcache_core.tiers.frames import Frame
+from lmcache_core.tiers.index import ResidencyIndex, Resident
+from lmcache_core.tiers.jobs import DeleteJob, StoreJob, Write, why
+
+BATCH_NBYTES = 16 << 20
+RECOVER_CAPACITY_S = 60.0
+
+
+class WriteTarget(Protocol):
+    """What the queue needs of its tier."""
+
+    name: str
+    index: ResidencyIndex
+
+    @property
+    def usable(self) -> bool: ...
+    @property
+    def deadline_s(self) -> float: ...
+    @property
+    def max_queued(self) -> int: ...
+    @property
+    def max_batches(self) -> int:
+        """Batches of writes the executor is given at once."""
+
+    @property
+    def max_batch(self) -> int:
+        """Writes in one batch, at most."""
+
+    @property
+    def capacity_bytes(self) -> int | None: ...
+    def submit(self, job: Job) -> None: ...
+    def wrote(self, key: StorageKey) -> None:
+        """A good copy of `key` is there now."""
+
+
+class _Batch:
+    """Writes that go to the backend in one call, once the victims that make their room are gone."""
+
+    __slots__ = ("nbytes", "stuck", "writes")
+
+    def __init__(self, writes: list[Write]) -> None:
+        self.writes = writes
+        self.nbytes = sum(write.nbytes for write in writes)
+        self.stuck = False  # a victim could not be deleted
+
+
+class WriteQueue:
+    """A bounded queue of evictable references, fed to the executor a few batches at a time.
+
+    A write passes: waiting (an evictable hold, nothing more) → room reserved, victims being deleted →
+    running (leased by its job) → settled. Each write ends exactly once: the copy admitted to the index,
+    or a `StoreShed` event and its reservation given back. A write that timed out keeps its reservation
+    until the backend lets go, since it may still land.
+    """
+
+    def __init__(
+        self,
+        target: WriteTarget,
+        pool: MemoryPool,
+        emit: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._target = target
+        self._pool = pool
+        self._emit = emit
+        self._clock = clock
+        self._changed = threading.Condition()  # its lock guards all below
+        self._waiting: deque[Write] = deque()
+        self._writes: dict[StorageKey, Write] = {}  # waiting and running
+        self._ready: deque[_Batch] = deque()  # room reserved, own victims gone
+        self._active = 0  # batches past waiting
+        self._pumping = False
+        self._capacity_back_at = 0.0
+
+    def __contains__(self, key: StorageKey) -> bool:
+        return key in self._writes
+
+    def offer(self, frame: Frame) -> bool:
+        """Queues a frame under a reference of its own; the caller's lease is untouched. Never blocks."""
+        target = self._target
+        if not target.usable:
+            return self._shed(frame.key, "tier down")
+        with self._changed:
+            if frame.key in self._writes:
+                return True
+            full = len(self._waiting) >= target.max_queued
+            if not full:
+                write = Write(frame, self._evicted)
+                self._writes[frame.key] = write
+                self._waiting.append(write)
+        if full:
+            return self._shed(frame.key, "queue full")
+        self.pump()
+        return True
+
+    def withdraw(self, key: StorageKey, reason: str = "evicted") -> None:
+        """Gives up a write that still waits: its memory is wanted."""
+        with self._changed:
+            write = self._writes.get(key)
+            if write is None:
+                return
+            write.cancelled = True
+            waiting = not write.running
+            if waiting:
+                del self._writes[key]
+                self._changed.notify_all()
+        write.hold.drop()  # one on its way without a lease yet finds its bytes gone at dispatch
+        if waiting:
+            self._shed(key, reason)
+
+    def withdraw_all(self, reason: str) -> None:
+        with self._changed:
+            keys = list(self._writes)
+        for key in keys:
+            self.withdraw(key, reason)
+
+    def flush(self, deadline: float) -> bool:
+        """Waits until nothing waits or runs. False when the deadline came first."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._writes and not self._active, max(deadline - self._clock(), 0.0)
+            )
+
+    def depth(self) -> int:
+        with self._changed:
+            return len(self._writes)
+
+    def pump(self) -> None:
+        """Moves writes on, as far as batches and room allow. One thread pumps; the others leave it to it."""
+        with self._changed:
+            if self._pumping:
+                return
+            self._pumping = True
+        while True:
+            with self._changed:
+                batch, begun = self._next()
+                if batch is None:
+                    self._pumping = False
+                    return
+            if begun:
+                self._run(batch)
+            else:
+                self._make_room(batch.writes)
+
+    # -- one batch -------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[_Batch | None, bool]:
+        if self._ready and self._target.index.begin(self._ready[0].nbytes):
+            return self._ready.popleft(), True
+        if self._active >= self._target.max_batches:
+            return None, False
+        writes: list[Write] = []
+        nbytes = 0
+        while self._waiting and len(writes) < self._target.max_batch:
+            write = self._waiting[0]
+            if writes and nbytes + write.nbytes > BATCH_NBYTES:
+                break
+            self._waiting.popleft()
+            if not write.cancelled:
+                writes.append(write)
+                write.running = True
+                nbytes += write.nbytes
+        if not writes:
+            return None, False
+        self._active += 1
+        return _Batch(writes), False
+
+    def _make_room(self, writes: Sequence[Write]) -> None:
+        going: list[Write] = []
+        victims: list[Resident] = []
+        for write in writes:
+            chosen = self._target.index.reserve(write.nbytes)
+            if chosen is None:
+                self._end(write)
+                self._shed(write.key, "no room: the rest is in use")
+            else:
+                going.append(write)
+                victims.extend(chosen)
+        if not going:
+            self._batch_over()
+            return
+        batch = _Batch(going)
+        if not victims:
+            self._room_made(batch)
+            return
+
+        def removed(victim: Resident, outcome: Outcome) -> None:
+            if outcome.status in (Status.OK, Status.MISS):
+                self._target.index.gone(victim, "capacity")
+            else:
+                batch.stuck = True
+                self._target.index.kept(victim)
+
+        deadline = self._clock() + self._target.deadline_s
+        self._target.submit(DeleteJob(victims, removed, lambda: self._room_made(batch), deadline=deadline))
+
+    def _room_made(self, batch: _Batch) -> None:
+        if not batch.stuck:
+            with self._changed:
+                self._ready.append(batch)
+            self.pump()
+            return
+        for write in batch.writes:
+            self._target.index.unreserve(write.nbytes, begun=False)
+            self._end(write)
+            self._shed(write.key, "no room could be made")
+        self._batch_over()
+
+    def _run(self, batch: _Batch) -> None:
+        self._target.submit(
+            StoreJob(
+                self._pool,
+                batch.writes,
+                self._stored,
+                self._late,
+                self._batch_over,
+                tier=self._target.name,
+                deadline=self._clock() + self._target.deadline_s,
+            )
+        )
+
+    def _batch_over(self) -> None:
+        with self._changed:
+            self._active -= 1
+            self._changed.notify_all()
+        self.pump()
+
+    # -- outcomes --------------------------------------------------------------------------------
+
+    def _stored(self, write: Write, outcome: Outcome) -> None:
+        index = self._target.index
+        if outcome.status is Status.OK:
+            self._admit(write, outcome)
+        elif outcome.status is Status.TIMEOUT:
+            write.in_doubt = True
+            self._end(write)
+            self._shed(write.key, "deadline")
+        else:
+            index.unreserve(write.nbytes, begun=True)
+            again = outcome.status is Status.FULL and not (write.retried or write.cancelled)
+            if again and self._squeeze(write):
+                return
+            self._end(write)
+            self._shed(write.key, "evicted" if write.cancelled else why(outcome))
+
+    def _late(self, write: Write, outcome: Outcome) -> None:
+        write.in_doubt = False
+        if outcome.status is Status.OK:
+            self._admit(write, outcome)
+        else:
+            self._target.index.unreserve(write.nbytes, begun=True)
+
+    def _admit(self, write: Write, outcome: Outcome) -> None:
+        stored = write.nbytes if outcome.stored is None else outcome.stored
+        self._target.index.admit(
+            Resident(write.key, write.nbytes, stored, parent=write.header.parent, token=outcome.token),
+            reserved=write.nbytes,
+        )
+        self._target.wrote(write.key)
+        self._end(write)
+        with self._changed:
+            recovered = 0.0 < self._capacity_back_at <= self._clock()
+            if recovered:
+                self._capacity_back_at = 0.0
+        if recovered:
+            self._target.index.set_capacity(self._target.capacity_bytes)
+
+    def _squeeze(self, write: Write) -> bool:
+        """The store was full below its bound: believe it for a while, evict, and try once more."""
+        index = self._target.index
+        stats = index.stats()
+        if stats.capacity_bytes is None or stats.used_bytes == 0:
+            return False
+        index.set_capacity(min(stats.capacity_bytes, stats.used_bytes))
+        with self._changed:
+            self._capacity_back_at = self._clock() + RECOVER_CAPACITY_S
+            write.retried = True
+            write.running = False
+            self._waiting.appendleft(write)
+        return True
+
+    def _evicted(self, hold: Hold) -> None:
+        if hold.tag is not None:
+            self.withdraw(hold.tag)
+
+    def _end(self, write: Write) -> None:
+        write.hold.drop()
+        with self._changed:
+            if self._writes.get(write.key) is write:
+                del self._writes[write.key]
+            self._changed.notify_all()
+
+    def _shed(self, key: StorageKey, reason: str) -> bool:
+        self._emit(StoreShed(tier=self._target.name, key=key, reason=reason))
+        return False
