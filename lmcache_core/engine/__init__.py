@@ -1,0 +1,26 @@
+"""The cache engine: the verbs a host engine calls."""
+
+from lmcache_core.engine.engine import CacheEngine
+from lmcache_core.engine.explain import Explanation, explain
+from lmcache_core.engine.prefetch import Prefetch
+from lmcache_core.engine.results import (
+    KVSource,
+    KVTarget,
+    LookupResult,
+    RetrieveResult,
+    StoreResult,
+    TierStats,
+)
+
+__all__ = [
+    "CacheEngine",
+    "Explanation",
+    "KVSource",
+    "KVTarget",
+    "LookupResult",
+    "Prefetch",
+    "RetrieveResult",
+    "StoreResult",
+    "TierStats",
+    "explain",
+]

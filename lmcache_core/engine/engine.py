@@ -1,0 +1,428 @@
+"""The verbs of the cache: store, lookup, retrieve, prefetch, pin, clear."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lmcache_core.config import CacheConfig, load_config
+from lmcache_core.engine.masks import skipped_tokens
+from lmcache_core.engine.plan import Plan, plan_hit
+from lmcache_core.engine.prefetch import Prefetch
+from lmcache_core.engine.results import (
+    KVSource,
+    KVTarget,
+    LookupResult,
+    RetrieveResult,
+    StoreResult,
+    TierStats,
+)
+from lmcache_core.engine.statistics import Statistics
+from lmcache_core.errors import ConfigError
+from lmcache_core.events import EventBus, LookedUp, Observer, Retrieved, Stored
+from lmcache_core.frame import FrameHeader, FrameKind, Segment
+from lmcache_core.identity import Content, Extra, ModelRecord, Part, StorageKey, Tokens
+from lmcache_core.identity.tokens import token_bytes
+from lmcache_core.registry import Registry, discover
+from lmcache_core.storage import Priority
+from lmcache_core.tiers import Tier, TierChain, build_chain
+
+CLOSE_DEADLINE_S = 30.0
+REMEMBERED_REQUESTS = 8
+
+
+class CacheEngine:
+    """One model part's cache over a chain of tiers. Thread-safe; a context manager.
+
+    Requests are given as tokens (int32 or int64 arrays, or sequences of ints) or as a `Content`, which
+    hashes them once. Nothing that a tier does raises out of `store`, `lookup`, `retrieve`, `prefetch`,
+    or costs more than that tier's deadline: what can't be had in time, or can't be proved right, is a
+    miss.
+
+    Raises:
+        ConfigError: the config, a plugin or a tier's place can't work. The message says what to change.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig | Path | str | Mapping[str, object],
+        *,
+        model: ModelRecord,
+        part: Part,
+        registry: Registry | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.config = config if isinstance(config, CacheConfig) else load_config(config)
+        if model.chunk_tokens != self.config.chunk_tokens:
+            raise ConfigError(
+                f"the model record counts {model.chunk_tokens} tokens a chunk, the config "
+                f"{self.config.chunk_tokens}: build the record with the config's chunk_tokens"
+            )
+        self.model = model
+        self.part = part
+        self._events = EventBus()
+        self._statistics = Statistics()
+        for observer in (self._statistics, *observers):
+            self._events.subscribe(observer)
+        self._chain: TierChain = build_chain(
+            self.config, registry or discover(), parts=(part.digest,), events=self._events
+        )
+        self._remembered: deque[tuple[bytes, Content]] = deque(maxlen=REMEMBERED_REQUESTS)
+        self._record_stored = False
+        self._closed = False
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def content(
+        self, tokens: Tokens, *, salt: bytes = b"", lora: bytes = b"", extras: Sequence[Extra] = ()
+    ) -> Content:
+        """A request's identity under this engine's model. Extend it as the request grows."""
+        content = Content(self.model, lora=lora, salt=salt)
+        content.extend(tokens, extras)
+        return content
+
+    # -- verbs -----------------------------------------------------------------------------------
+
+    def store(
+        self, request: Content | Tokens, source: KVSource, *, mask: Sequence[bool] | None = None
+    ) -> StoreResult:
+        """Takes the KV of all whole chunks, and of the tail in steps of 16 tokens, that isn't there yet.
+
+        When this returns, `source`'s memory may be reused: writing to farther tiers goes on in the
+        background from frames of our own. `mask` (`F…FT…T`, as long as the tokens) leaves out a prefix.
+
+        Raises:
+            ValueError: the mask isn't `F…FT…T`, or its F part is no multiple of the chunk size.
+            Whatever `source.gather` raises.
+        """
+        started = time.monotonic()
+        content = self._content(request)
+        chunk_tokens = self.model.chunk_tokens
+        first_chunk = skipped_tokens(mask, content.num_tokens, chunk_tokens) // chunk_tokens
+        keys = content.keys(self.part)
+        pieces = [
+            (keys[i], *content.chunk(i), keys[i - 1] if i else self.model.key)
+            for i in range(first_chunk, len(keys))
+        ]
+        tails = content.tails(self.part) if self.config.tails else []
+        if tails:
+            tail = tails[0]
+            pieces.append((tail.key, tail.first_token, tail.num_tokens, keys[-1] if keys else self.model.key))
+        new = known = skipped = nbytes = 0
+        deadline = started + self.config.allocate_deadline
+        for position, (key, first, count, parent) in enumerate(pieces):
+            if not self._chain.claim(key):
+                known += count
+                continue
+            try:
+                taken = self._store_one(source, key, parent, first, count, deadline)
+            finally:
+                self._chain.unclaim(key)
+            if not taken:
+                skipped = sum(piece[2] for piece in pieces[position:])
+                break
+            new += count
+            nbytes += self.part.num_layers * self.part.segment_nbytes(count)
+        if new:
+            self._chain.touch([self.model.key, *(piece[0] for piece in pieces)])
+        self._events.emit(
+            Stored(
+                num_tokens=new,
+                num_known_tokens=known,
+                nbytes=nbytes,
+                seconds=time.monotonic() - started,
+            )
+        )
+        return StoreResult(num_tokens=new, num_known_tokens=known, num_skipped_tokens=skipped)
+
+    def lookup(
+        self,
+        request: Content | Tokens | None = None,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        search_range: Sequence[str] | None = None,
+        limit: int | None = None,
+        pin: bool = False,
+        owner: str = "",
+        ttl_s: float | None = None,
+    ) -> LookupResult:
+        """The length in tokens of the longest prefix that is held, by whichever tiers.
+
+        Takes tokens, a `Content`, or the chunk `hashes` of one (then tails aren't looked for).
+        `search_range` names the tiers to ask; `limit` bounds the answer. With `pin`, what was found
+        stays for `ttl_s` (the config's `pin_ttl` when None) or until `lookup_unpin`.
+
+        Raises:
+            ConfigError: `search_range` names an unknown tier.
+            ValueError: not exactly one of `request` and `hashes`.
+        """
+        started = time.monotonic()
+        if (request is None) == (hashes is None):
+            raise ValueError("give lookup either a request or hashes")
+        tiers = self._tiers(search_range)
+        if request is not None:
+            content = self._content(request)
+            num_tokens = content.num_tokens
+            plan = plan_hit(
+                self._chain, content, self.part, tiers=tiers, limit=limit, tails=self.config.tails
+            )
+        else:
+            num_tokens = len(hashes or ()) * self.model.chunk_tokens
+            plan = Plan.of_hashes(self._chain, hashes or (), self.part, self.model.chunk_tokens, tiers, limit)
+        lookup_id = ""
+        if pin and plan.keys:
+            lookup_id = self._chain.pins.pin(
+                plan.places(), owner=owner, ttl_s=self.config.pin_ttl if ttl_s is None else ttl_s
+            )
+        self._events.emit(
+            LookedUp(
+                num_tokens=num_tokens, num_hit_tokens=plan.num_tokens, seconds=time.monotonic() - started
+            )
+        )
+        return LookupResult(
+            num_tokens=plan.num_tokens, tokens_by_tier=plan.tokens_by_tier(), lookup_id=lookup_id
+        )
+
+    def lookup_unpin(self, lookup_id: str) -> int:
+        """Ends the pins of a lookup. Returns how many there still were (expired ones are none).
+
+        Raises:
+            LeaseError: no such lookup, or unpinned before.
+        """
+        return self._chain.pins.unpin(lookup_id)
+
+    def pin(self, request: Content | Tokens, *, owner: str = "", ttl_s: float | None = None) -> LookupResult:
+        """`lookup` with `pin`: what is held of the request now, kept from eviction."""
+        return self.lookup(request, pin=True, owner=owner, ttl_s=ttl_s)
+
+    def unpin(self, lookup_id: str) -> int:
+        return self.lookup_unpin(lookup_id)
+
+    def retrieve(
+        self,
+        request: Content | Tokens,
+        target: KVTarget,
+        *,
+        mask: Sequence[bool] | None = None,
+        limit: int | None = None,
+        search_range: Sequence[str] | None = None,
+    ) -> RetrieveResult:
+        """Loads the longest prefix it can, frame by frame, and scatters each once it is proved right.
+
+        `mask` (`F…FT…T`) says what the caller has already: those tokens are neither loaded nor marked.
+        `limit` bounds the prefix in tokens. The tokens loaded always follow the skipped ones without a
+        gap; a frame that is gone, late or damaged ends them.
+
+        Raises:
+            ValueError: the mask isn't `F…FT…T`, or its F part is no multiple of the chunk size.
+            ConfigError: `search_range` names an unknown tier.
+            Whatever `target.scatter` raises.
+        """
+        started = time.monotonic()
+        content = self._content(request)
+        skip = skipped_tokens(mask, content.num_tokens, self.model.chunk_tokens)
+        plan = plan_hit(
+            self._chain,
+            content,
+            self.part,
+            tiers=self._tiers(search_range),
+            limit=limit,
+            tails=self.config.tails,
+            start_chunk=skip // self.model.chunk_tokens,
+        )
+        marks = bytearray(content.num_tokens)
+        by_tier: dict[str, int] = {}
+        loaded = nbytes = 0
+        stream = self._chain.stream(plan.keys, plan.runs)
+        try:
+            for position, (frame, tier) in enumerate(stream):
+                with frame:
+                    first, count = plan.tokens_of(position + plan.start)
+                    if not self._fits(frame.header, first, count):
+                        break
+                    target.scatter(first, count, frame.segments())
+                marks[first : first + count] = b"\1" * count
+                by_tier[tier] = by_tier.get(tier, 0) + count
+                loaded += count
+                nbytes += frame.header.frame_nbytes
+        finally:
+            stream.close()
+        self._events.emit(
+            Retrieved(
+                num_tokens=loaded,
+                num_wanted_tokens=content.num_tokens - skip,
+                tokens_by_tier=tuple(by_tier.items()),
+                nbytes=nbytes,
+                seconds=time.monotonic() - started,
+            )
+        )
+        return RetrieveResult(
+            mask=memoryview(marks).toreadonly().cast("?"), num_tokens=loaded, tokens_by_tier=by_tier
+        )
+
+    def prefetch(
+        self,
+        request: Content | Tokens,
+        *,
+        limit: int | None = None,
+        search_range: Sequence[str] | None = None,
+    ) -> Prefetch:
+        """Starts bringing the longest prefix into memory, behind other loads. Returns at once."""
+        plan = plan_hit(
+            self._chain,
+            self._content(request),
+            self.part,
+            tiers=self._tiers(search_range),
+            limit=limit,
+            tails=self.config.tails,
+        )
+        return Prefetch(plan, self._frames(plan, Priority.PREFETCH))
+
+    def clear(
+        self, request: Content | Tokens | None = None, *, search_range: Sequence[str] | None = None
+    ) -> dict[str, int]:
+        """Removes this part's frames (of one request, or all known) from the tiers; counts by tier.
+
+        What is pinned or being read stays. Costs at most each tier's deadline.
+
+        Raises:
+            ConfigError: `search_range` names an unknown tier.
+        """
+        tiers = self._tiers(search_range)
+        if request is not None:
+            content = self._content(request)
+            keys = content.keys(self.part)
+            for chunk in range(content.num_chunks + 1):
+                keys += [tail.key for tail in content.tails_after(self.part, chunk)]
+            return self._chain.remove(keys, tiers, "cleared")
+        removed: dict[str, int] = {}
+        for tier in tiers:
+            known = tier.index.keys(f"c-{self.part.digest}-")
+            removed |= self._chain.remove(known, (tier,), "cleared")
+        return removed
+
+    def flush(self, timeout_s: float = CLOSE_DEADLINE_S) -> bool:
+        """Waits until all background writes are done. False when the time ran out first."""
+        return self._chain.flush(time.monotonic() + timeout_s)
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Gauges and counters of every tier, nearest first. No I/O."""
+        return tuple(self._statistics.of(tier) for tier in self._chain.tiers)
+
+    def subscribe(self, observer: Observer) -> None:
+        """Adds an observer of this engine's events."""
+        self._events.subscribe(observer)
+
+    def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
+        """Finishes background writes, as far as the time allows, and closes the tiers. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._chain.close(time.monotonic() + timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _content(self, request: Content | Tokens) -> Content:
+        """The request's content; tokens seen lately aren't hashed again."""
+        if isinstance(request, Content):
+            return request
+        raw = token_bytes(request)
+        for known, content in tuple(self._remembered):
+            if known == raw:
+                return content
+        content = Content(self.model)
+        content.extend(memoryview(raw).cast("i"))
+        self._remembered.append((raw, content))
+        return content
+
+    def _tiers(self, search_range: Sequence[str] | None) -> Sequence[Tier]:
+        if search_range is None:
+            return self._chain.tiers
+        by_name = {tier.name: tier for tier in self._chain.tiers}
+        unknown = [name for name in search_range if name not in by_name]
+        if unknown:
+            raise ConfigError(f"no tier is named {unknown[0]!r}; the tiers are {', '.join(by_name)}")
+        return [tier for tier in self._chain.tiers if tier.name in search_range]
+
+    def _store_one(
+        self,
+        source: KVSource,
+        key: StorageKey,
+        parent: StorageKey,
+        first: int,
+        count: int,
+        deadline: float,
+    ) -> bool:
+        segment_nbytes = self.part.segment_nbytes(count)
+        header = FrameHeader(
+            kind=FrameKind.CHUNK,
+            key=key,
+            parent=parent,
+            part=self.part.digest,
+            content_format=self.part.content_format,
+            first_token=first,
+            num_tokens=count,
+            segments=(Segment(segment_nbytes, segment_nbytes),) * self.part.num_layers,
+        )
+        frame = self._chain.allocate(header, deadline)
+        if frame is None:
+            return False
+        with frame:
+            source.gather(first, count, frame.segments())
+            if not self._record_stored:
+                self._record_stored = True
+                self._store_record(deadline)
+            return self._chain.put(frame)
+
+    def _store_record(self, deadline: float) -> None:
+        """Writes the model's record: the root of its chunks, and what a miss is explained by."""
+        record = self.model.to_json()
+        header = FrameHeader(
+            kind=FrameKind.RECORD,
+            key=self.model.key,
+            parent=None,
+            part="",
+            content_format="model json",
+            first_token=0,
+            num_tokens=0,
+            segments=(Segment(len(record), len(record)),),
+        )
+        frame = self._chain.allocate(header, deadline)
+        if frame is not None:
+            with frame:
+                frame.segments()[0][:] = record
+                self._chain.put(frame)
+
+    def _fits(self, header: FrameHeader, first: int, count: int) -> bool:
+        """Whether a verified frame is also the one this engine means: tokens and shape."""
+        segment_nbytes = self.part.segment_nbytes(count)
+        return (
+            (header.first_token, header.num_tokens) == (first, count)
+            and header.content_format == self.part.content_format
+            and not header.codecs
+            and len(header.segments) == self.part.num_layers
+            and all(segment.raw_nbytes == segment_nbytes for segment in header.segments)
+        )
+
+    def _frames(self, plan: Plan, priority: Priority) -> Generator[tuple[int, str], None, None]:
+        stream = self._chain.stream(plan.keys, plan.runs, priority)
+        try:
+            for position, (frame, tier) in enumerate(stream):
+                frame.release()
+                yield plan.tokens_of(position + plan.start)[1], tier
+        finally:
+            stream.close()

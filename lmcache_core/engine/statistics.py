@@ -1,0 +1,60 @@
+"""Counts what happens, from events, so that a user can see it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+
+from lmcache_core.engine.results import TierStats
+from lmcache_core.events import (
+    BreakerChanged,
+    ChunkAdmitted,
+    ChunkEvicted,
+    Event,
+    FrameRejected,
+    Retrieved,
+    StoreShed,
+    TierDown,
+)
+from lmcache_core.tiers import MemoryTier, StorageTier
+
+
+class Statistics:
+    """An observer that keeps one counter per tier and kind of event."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the counters
+        self._by_tier: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def on_event(self, event: Event) -> None:
+        with self._lock:
+            match event:
+                case ChunkAdmitted():
+                    self._by_tier[event.tier]["admitted"] += 1
+                case ChunkEvicted():
+                    self._by_tier[event.tier][f"evicted: {event.reason}"] += 1
+                case FrameRejected():
+                    self._by_tier[event.tier]["rejected"] += 1
+                case StoreShed():
+                    self._by_tier[event.tier][f"shed: {event.reason.split(':')[0]}"] += 1
+                case BreakerChanged() if event.state == "open":
+                    self._by_tier[event.tier][f"{event.operation} breaker opened"] += 1
+                case TierDown():
+                    self._by_tier[event.tier]["down"] += 1
+                case Retrieved():
+                    for tier, num_tokens in event.tokens_by_tier:
+                        self._by_tier[tier]["tokens loaded"] += num_tokens
+
+    def of(self, tier: MemoryTier | StorageTier) -> TierStats:
+        index = tier.index.stats()
+        with self._lock:
+            counters = dict(self._by_tier[tier.name])
+        return TierStats(
+            name=tier.name,
+            state="up" if not isinstance(tier, StorageTier) or tier.usable else "down",
+            entries=index.entries,
+            used_bytes=index.used_bytes,
+            capacity_bytes=index.capacity_bytes,
+            waiting_writes=tier.writes.depth() if isinstance(tier, StorageTier) else 0,
+            counters=counters,
+        )
