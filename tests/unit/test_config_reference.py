@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 from typing import cast
 
+import lmcache_core
 from lmcache_core.config import BreakerConfig, CacheConfig, TierConfig, json_schema, option_table
 
 
@@ -28,3 +31,16 @@ def test_every_key_has_a_description_and_its_default() -> None:
 def test_the_schema_and_the_tables_list_the_same_keys() -> None:
     properties = cast(dict[str, object], json_schema()["properties"])
     assert {row.name.partition(".")[0] for row in option_table(CacheConfig)} <= set(properties)
+
+
+def test_every_key_is_read_by_something_outside_the_config_layer() -> None:
+    package = Path(lmcache_core.__file__).parent
+    read = {
+        node.attr
+        for file in package.glob("**/*.py")
+        if "config" not in file.parent.name
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    rows = [*option_table(CacheConfig), *option_table(TierConfig)]
+    assert [row.name for row in rows if row.name.rpartition(".")[2] not in read] == []

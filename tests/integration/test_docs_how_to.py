@@ -1,0 +1,103 @@
+"""Runs the code of docs/how-to/write-a-backend.md exactly as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-backend.md"
+
+USE = """
+import sys
+from array import array
+from lmcache_core import CacheEngine, ModelRecord, Part, load_config
+
+LAYERS, NBYTES = 2, 32
+config = load_config("cache.yaml")
+model = ModelRecord(weights="w", config={}, chunk_tokens=config.chunk_tokens)
+part = Part(layers=(0, LAYERS), heads=(0, 1), content_format="kv float32 4", content_nbytes=NBYTES)
+tokens = array("i", range(1000))
+
+def layer(n, first, count):
+    numbers = range(n * 10_000 + first, n * 10_000 + first + count)
+    return b"".join(number.to_bytes(4, "little") * (NBYTES // 4) for number in numbers)
+
+class KV:
+    def gather(self, first, count, payload):
+        for n, memory in enumerate(payload):
+            memory[:] = layer(n, first, count)
+
+    def scatter(self, first, count, payload):
+        for n, memory in enumerate(payload):
+            assert bytes(memory) == layer(n, first, count)
+
+with CacheEngine(config, model=model, part=part) as engine:
+    if sys.argv[1] == "store":
+        print(engine.store(tokens, KV()).num_tokens, engine.flush(30.0))
+    else:
+        print(engine.retrieve(tokens, KV()).tokens_by_tier)
+"""
+
+
+def blocks() -> dict[str, str]:
+    """The page's code blocks whose first line is a comment with a path, by that path."""
+    found = re.findall(r"```\w+\n# (\S+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return dict(found)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """Runs Python with the page's distribution installed and its config file in the working directory."""
+    for path, text in blocks().items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = tmp_path / "src" / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(head, encoding="utf-8")
+    [(group, points)] = project["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+
+    def run(code: str, *arguments: str) -> str:
+        path = os.pathsep.join(filter(None, [str(tmp_path / "src"), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+COMMAND = "from lmcache_core.cli.main import main; main()"
+
+
+def test_the_pages_backend_is_listed_as_usable(run: Callable[..., str]) -> None:
+    [row] = [line.split() for line in run(COMMAND, "plugins").splitlines() if line.startswith("sqlite ")]
+    assert row == ["sqlite", "0.1.0", "1.0", "ok"]
+
+
+def test_the_pages_config_checks_and_opens(run: Callable[..., str]) -> None:
+    output = run(COMMAND, "config", "check", "--open", "cache.yaml")
+    assert output == "cache.yaml: ok: memory (cpu) -> table (sqlite), all opened\n"
+
+
+def test_what_one_process_stores_in_the_pages_backend_another_loads(run: Callable[..., str]) -> None:
+    assert run(USE, "store") == "992 True\n"
+    assert run(USE, "load") == "{'table': 992}\n"
