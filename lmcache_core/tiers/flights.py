@@ -81,6 +81,8 @@ class Flights:
         for ticket in tickets:
             ticket.deliver(frame.share("load") if frame is not None else None, reason)
 
-    def __len__(self) -> int:
+    @property
+    def num_waiting(self) -> int:
+        """Tickets whose flight has not landed."""
         with self._lock:
-            return len(self._waiting)
+            return sum(map(len, self._waiting.values()))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,12 @@ def settle(engine: CacheEngine) -> None:
     """Waits for all background work, then checks every tier's contents, bytes, leases and holds."""
     assert engine.flush(20.0), "writes did not drain"
     chain = engine._chain
-    deadline = time.monotonic() + 10.0
-    while chain.pool.stats().leases and time.monotonic() < deadline:
-        chain.flush(time.monotonic() + 0.05)
+    eventually(
+        lambda: (
+            not chain.pool.stats().leases
+            and not any(tier.index.stats().reserved_bytes for tier in chain.tiers)
+        )
+    )
     pool = chain.pool.stats()
     assert pool.leases == 0, "leases are left"
     assert pool.lost_leases == 0, "leases were lost"
@@ -156,3 +160,14 @@ def settle(engine: CacheEngine) -> None:
         else:
             assert isinstance(tier, StorageTier)
             assert tier.writes.depth() == 0
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Waits, for background threads that tell nobody when they are done."""
+    pause = threading.Event()
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.002)
+    return True

@@ -1,0 +1,295 @@
+"""The engine over a tier that hangs, fails, lies or comes and goes: never wrong, never in the way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import count
+from random import Random
+
+import pytest
+from cache_scenario import (
+    CHUNK,
+    OracleKV,
+    Recorder,
+    config_of,
+    cpu,
+    engine_of,
+    eventually,
+    prompt,
+    retrieve,
+    settle,
+    store,
+)
+from faulty_backends import Controls, faulty
+
+from lmcache_core.engine import CacheEngine
+from lmcache_core.errors import BackendUnavailable, ConfigError, PermissionDenied
+from lmcache_core.events import BreakerChanged, FrameRejected, TierDown, TierUp
+from lmcache_core.storage import Capabilities
+
+DEADLINE_S = 0.25
+SLACK_S = 2.0  # for a busy machine; a hang would be 60 s
+
+
+def remote(**settings: object) -> dict[str, object]:
+    return {
+        "name": "remote",
+        "backend": "faulty",
+        "capacity": "64MiB",
+        "deadline": DEADLINE_S,
+        "breaker": {"failures": 1000},
+        **settings,
+    }
+
+
+def build(controls: Controls, *tiers: dict[str, object], recorder: Recorder | None = None) -> CacheEngine:
+    return engine_of(config_of(*tiers), registry=faulty(controls), recorder=recorder)
+
+
+def timed_retrieve(engine: CacheEngine, tokens: object) -> tuple[int, float]:
+    started = time.monotonic()
+    return retrieve(engine, tokens), time.monotonic() - started  # type: ignore[arg-type]
+
+
+def test_a_hanging_read_costs_its_deadline_and_everything_heals() -> None:
+    controls = Controls()
+    tokens = prompt(1, 6 * CHUNK)
+    with build(controls, remote()) as engine:
+        store(engine, tokens)
+        settle(engine)
+        inside = controls.hang("get")
+        loaded, seconds = timed_retrieve(engine, tokens)
+        assert inside.is_set()
+        assert loaded == 0
+        assert seconds < DEADLINE_S + SLACK_S
+        controls.let_go("get")
+        settle(engine)
+        assert retrieve(engine, tokens) == 6 * CHUNK
+        settle(engine)
+
+
+def test_a_hanging_write_holds_up_neither_store_nor_close() -> None:
+    controls = Controls()
+    engine = build(controls, cpu(), remote())
+    inside = controls.hang("put")
+    started = time.monotonic()
+    assert store(engine, prompt(2, 6 * CHUNK)) == 6 * CHUNK
+    assert time.monotonic() - started < SLACK_S
+    assert inside.wait(10.0)
+    assert retrieve(engine, prompt(2, 6 * CHUNK)) == 6 * CHUNK
+    started = time.monotonic()
+    engine.close(0.2)
+    assert time.monotonic() - started < 0.2 + SLACK_S
+    controls.let_go("put")
+
+
+def test_a_store_that_fails_one_get_in_five_only_ever_costs_misses() -> None:
+    controls = Controls()
+    calls = count()
+    controls.fail = lambda op, key: op == "get" and next(calls) % 5 == 4
+    prompts = [prompt(10 + i, 6 * CHUNK) for i in range(8)]
+    with build(controls, remote()) as engine:
+        for tokens in prompts:
+            store(engine, tokens)
+        settle(engine)
+        loaded = [retrieve(engine, tokens) for tokens in prompts * 4]
+        settle(engine)
+    assert max(loaded) == 6 * CHUNK
+    assert sum(loaded) > 0.5 * len(loaded) * 6 * CHUNK
+
+
+def test_values_swapped_behind_our_back_are_rejected_and_repaired_by_the_next_store() -> None:
+    controls = Controls()
+    recorder = Recorder()
+    tokens = prompt(20, 4 * CHUNK)
+    with build(controls, remote(), recorder=recorder) as engine:
+        store(engine, tokens)
+        settle(engine)
+        first, second = engine.content(tokens).keys(engine.part)[:2]
+        controls.values[first], controls.values[second] = controls.values[second], controls.values[first]
+        assert retrieve(engine, tokens) == 0
+        settle(engine)
+        assert {event.key for event in recorder.of(FrameRejected)} == {first, second}
+        assert store(engine, tokens) == 2 * CHUNK
+        settle(engine)
+        assert retrieve(engine, tokens) == 4 * CHUNK
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "grow", "empty"])
+def test_a_damaged_value_is_a_miss_and_never_served(damage: str) -> None:
+    controls = Controls()
+    tokens = prompt(21, 3 * CHUNK)
+    with build(controls, remote()) as engine:
+        store(engine, tokens)
+        settle(engine)
+        victim = engine.content(tokens).keys(engine.part)[1]
+        value, parent = controls.values[victim]
+        damaged = {
+            "flip": value[:5000] + bytes([value[5000] ^ 64]) + value[5001:],
+            "truncate": value[:-4096],
+            "grow": value + bytes(4096),
+            "empty": b"",
+        }[damage]
+        controls.values[victim] = (damaged, parent)
+        assert retrieve(engine, tokens) == CHUNK
+        settle(engine)
+        assert engine.lookup(tokens).num_tokens == CHUNK
+        assert store(engine, tokens) == CHUNK
+        settle(engine)
+        assert retrieve(engine, tokens) == 3 * CHUNK
+
+
+def test_a_value_deleted_behind_our_back_is_a_miss() -> None:
+    controls = Controls()
+    tokens = prompt(22, 3 * CHUNK)
+    with build(controls, remote()) as engine:
+        store(engine, tokens)
+        settle(engine)
+        del controls.values[engine.content(tokens).keys(engine.part)[2]]
+        assert retrieve(engine, tokens) == 2 * CHUNK
+        assert engine.lookup(tokens).num_tokens == 2 * CHUNK
+        settle(engine)
+
+
+def test_the_breaker_leaves_a_dead_tier_alone_and_says_so() -> None:
+    controls = Controls()
+    recorder = Recorder()
+    tokens = prompt(23, 4 * CHUNK)
+    with build(controls, remote(breaker={"failures": 3, "cool_down": 3600}), recorder=recorder) as engine:
+        store(engine, tokens)
+        settle(engine)
+        controls.fail = lambda op, key: True
+        for _ in range(4):
+            retrieve(engine, tokens)
+            settle(engine)
+        asked = controls.calls["get"]
+        assert [event.state for event in recorder.of(BreakerChanged)] == ["open"]
+        assert retrieve(engine, tokens) == 0
+        assert controls.calls["get"] == asked
+
+
+def test_a_store_that_cannot_be_reached_at_start_leaves_the_tier_down_until_it_can() -> None:
+    controls = Controls()
+    recorder = Recorder()
+    controls.open_error = BackendUnavailable("connection refused")
+    tokens = prompt(24, 2 * CHUNK)
+    with build(controls, cpu(), remote(), recorder=recorder) as engine:
+        assert [event.tier for event in recorder.of(TierDown)] == ["remote"]
+        assert store(engine, tokens) == 2 * CHUNK
+        assert retrieve(engine, tokens) == 2 * CHUNK
+        controls.open_error = None
+        tier = engine._chain.tiers[1]
+        tier._reopen_at = 0.0  # type: ignore[union-attr]  # as if the wait were over
+        assert not tier.usable  # type: ignore[union-attr]  # the first look starts it, and doesn't wait
+        assert eventually(lambda: bool(recorder.of(TierUp)))
+        assert store(engine, tokens) == 0
+        settle(engine)
+        assert engine.lookup(tokens, search_range=["remote"]).num_tokens == 2 * CHUNK
+
+
+@pytest.mark.parametrize("error", [PermissionDenied("wrong password"), ConfigError("no such bucket")])
+def test_a_tier_that_can_never_work_is_one_config_error(error: Exception) -> None:
+    controls = Controls()
+    controls.open_error = error
+    with pytest.raises(ConfigError, match=str(error)):
+        build(controls, cpu(), remote())
+
+
+def test_a_backend_that_hangs_in_open_leaves_the_tier_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_core.tiers.build.OPEN_DEADLINE_S", 0.2)
+    controls = Controls()
+    recorder = Recorder()
+    controls.hang("open")
+    with build(controls, cpu(), remote(), recorder=recorder) as engine:
+        assert recorder.of(TierDown)
+        assert store(engine, prompt(25, CHUNK)) == CHUNK
+    controls.let_go("open")
+
+
+def test_an_eviction_whose_delete_fails_sheds_the_store_and_keeps_the_bound() -> None:
+    controls = Controls()
+    with build(controls, remote(capacity="128KiB")) as engine:
+        for seed in range(4):
+            store(engine, prompt(30 + seed, 2 * CHUNK))
+            settle(engine)
+        controls.fail = lambda op, key: op == "delete"
+        for seed in range(4):
+            store(engine, prompt(40 + seed, 2 * CHUNK))
+            settle(engine)
+            assert sum(len(value) for value, _ in controls.values.values()) <= 128 << 10
+        controls.fail = lambda op, key: False
+        assert store(engine, prompt(50, 2 * CHUNK)) == 2 * CHUNK
+        settle(engine)
+        assert retrieve(engine, prompt(50, 2 * CHUNK)) == 2 * CHUNK
+
+
+def test_a_shared_store_is_asked_for_what_others_put_there() -> None:
+    controls = Controls()
+    controls.capabilities = Capabilities(medium="network", shared=True, persistent=True, max_in_flight=2)
+    tokens = prompt(60, 4 * CHUNK + 16)
+    with build(controls, remote(capacity=None)) as writer, build(controls, remote(capacity=None)) as reader:
+        assert reader.lookup(tokens).num_tokens == 0
+        store(writer, tokens)
+        settle(writer)
+        assert reader.lookup(tokens).num_tokens == 4 * CHUNK + 16
+        assert retrieve(reader, tokens) == 4 * CHUNK + 16
+        controls.values.clear()
+        assert retrieve(reader, tokens) == 0
+        assert reader.lookup(tokens).num_tokens == 0
+        settle(reader)
+
+
+def test_concurrent_retrieves_of_one_prompt_share_its_reads() -> None:
+    controls = Controls()
+    tokens = prompt(61, 6 * CHUNK)
+    with build(controls, cpu(), remote(deadline=20)) as engine:
+        store(engine, tokens)
+        settle(engine)
+        engine.clear(search_range=["cpu"])
+        inside = controls.hang("get")
+        loaded: list[int] = []
+        threads = [threading.Thread(target=lambda: loaded.append(retrieve(engine, tokens))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        assert inside.wait(10.0)
+        joined = engine._chain._flights
+        assert eventually(lambda: joined.num_waiting == 4 * 6)
+        controls.let_go("get")
+        for thread in threads:
+            thread.join(20.0)
+        assert loaded == [6 * CHUNK] * 4
+        assert controls.items["get"] == 6
+        settle(engine)
+
+
+def test_many_threads_over_small_full_tiers_never_see_foreign_kv() -> None:
+    controls = Controls()
+    flaky = Random(7)
+    controls.fail = lambda op, key: flaky.random() < 0.05
+    errors: list[BaseException] = []
+    prompts = [prompt(70 + i % 5, (3 + i) * CHUNK + 16 * (i % 2)) for i in range(12)]
+    config = config_of(
+        cpu(capacity="256KiB"),
+        remote(capacity="512KiB", deadline=20),
+        memory={"staging": "512KiB", "huge_pages": False},
+    )
+    with engine_of(config, registry=faulty(controls)) as engine:
+
+        def work(seed: int) -> None:
+            random = Random(seed)
+            try:
+                for _ in range(40):
+                    tokens = random.choice(prompts)
+                    retrieve(engine, tokens)
+                    engine.store(tokens, OracleKV(tokens))
+            except BaseException as error:  # noqa: BLE001  (handed to the test)
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120.0)
+        assert not errors
+        settle(engine)
