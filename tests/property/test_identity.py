@@ -84,14 +84,14 @@ def tagged(value: Any) -> Any:
 
 
 @given(values)
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_an_encoding_can_be_read_back_and_ends_where_it_ends(value: Any) -> None:
     encoded = encode(value)
     assert decode(encoded) == (tagged(value), len(encoded))
 
 
 @given(configs, configs)
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_records_differ_in_named_fields_exactly_when_their_digests_differ(ours: Any, theirs: Any) -> None:
     a = ModelRecord(weights="w", config=ours, chunk_tokens=16)
     b = ModelRecord(weights="w", config=theirs, chunk_tokens=16)
@@ -102,7 +102,7 @@ def test_records_differ_in_named_fields_exactly_when_their_digests_differ(ours: 
 
 
 @given(configs, st.integers(1, 4096), st.text(min_size=1, max_size=5), st.integers(1, 9))
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_a_record_comes_back_from_its_json(config: Any, chunk: int, weights: str, version: int) -> None:
     record = ModelRecord(weights=weights, config=config, chunk_tokens=chunk, format_version=version)
     again = ModelRecord.from_json(record.to_json())
@@ -114,14 +114,14 @@ def test_a_record_comes_back_from_its_json(config: Any, chunk: int, weights: str
     st.binary(max_size=200)
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda v: json.dumps(v).encode())
 )
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_any_bytes_are_a_record_or_a_value_error(stored: bytes) -> None:
     with pytest.raises(ValueError, match="not a model record"):
         ModelRecord.from_json(stored)
 
 
 @given(configs, st.data())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_a_changed_record_is_another_valid_record_or_refused(config: Any, data: st.DataObject) -> None:
     record = ModelRecord(weights="w" * 8, config=config, chunk_tokens=16)
     stored = bytearray(record.to_json())
@@ -136,14 +136,14 @@ def test_a_changed_record_is_another_valid_record_or_refused(config: Any, data: 
 
 
 @given(st.binary(max_size=8), st.binary(max_size=8), st.binary(max_size=8), st.binary(max_size=8))
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_lora_and_salt_cannot_trade_bytes(lora: bytes, salt: bytes, lora2: bytes, salt2: bytes) -> None:
     same = (lora, salt) == (lora2, salt2)
     assert (Content(MODEL, lora=lora, salt=salt).root == Content(MODEL, lora=lora2, salt=salt2).root) == same
 
 
 @given(st.binary(min_size=2, max_size=12), st.data())
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_bytes_moved_from_lora_to_salt_make_another_root(joined: bytes, data: st.DataObject) -> None:
     a, b = data.draw(st.lists(st.integers(0, len(joined)), min_size=2, max_size=2, unique=True))
     first = Content(MODEL, lora=joined[:a], salt=joined[a:])
@@ -154,7 +154,7 @@ def test_bytes_moved_from_lora_to_salt_make_another_root(joined: bytes, data: st
 @given(
     st.text(max_size=4), st.none() | st.text(max_size=4), st.text(max_size=4), st.none() | st.text(max_size=4)
 )
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_the_fields_of_a_hosts_scheme_cannot_trade_characters(
     algorithm: str, seed: str | None, algorithm2: str, seed2: str | None
 ) -> None:
@@ -171,7 +171,7 @@ part_fields = st.tuples(ranges, ranges, names, st.integers(1, 999), names)
 
 
 @given(part_fields, part_fields)
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_the_fields_of_a_part_cannot_trade_bytes(ours: Any, theirs: Any) -> None:
     def part(fields: Any) -> Part:
         layers, heads, content_format, nbytes, group = fields
@@ -198,7 +198,7 @@ def content(ids: Sequence[int], extra: Sequence[Extra] = ()) -> Content:
 
 
 @given(st.lists(tokens, min_size=8, max_size=40), extras, extras)
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_extras_cannot_trade_bytes(ids: list[int], ours: list[Extra], theirs: list[Extra]) -> None:
     assume(all(extra.offset < len(ids) // 8 * 8 for extra in (*ours, *theirs)))
     same = sorted(ours) == sorted(theirs)
@@ -206,7 +206,7 @@ def test_extras_cannot_trade_bytes(ids: list[int], ours: list[Extra], theirs: li
 
 
 @given(st.lists(tokens, min_size=8, max_size=8), st.text("ab\x00", min_size=1, max_size=6), st.integers(0, 7))
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_bytes_moved_between_an_extras_fields_or_into_a_second_extra_make_another_hash(
     ids: list[int], joined: str, offset: int
 ) -> None:
@@ -220,7 +220,7 @@ def test_bytes_moved_between_an_extras_fields_or_into_a_second_extra_make_anothe
 
 
 @given(st.lists(tokens, min_size=16, max_size=16), st.integers(0, 7))
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_tokens_and_extras_cannot_trade_bytes(ids: list[int], offset: int) -> None:
     """Tokens that spell an extra's bytes are not that extra."""
     value = struct.pack("<4i", *ids[:4])
@@ -239,7 +239,7 @@ def test_tokens_and_extras_cannot_trade_bytes(ids: list[int], offset: int) -> No
 
 
 @given(st.lists(tokens, max_size=40), st.lists(tokens, max_size=40))
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_prefixes_are_named_alike_exactly_as_far_as_their_tokens_agree(a: list[int], b: list[int]) -> None:
     ours, theirs = content(a), content(b)
     for i in range(5):
@@ -249,7 +249,7 @@ def test_prefixes_are_named_alike_exactly_as_far_as_their_tokens_agree(a: list[i
 
 
 @given(st.lists(tokens, max_size=120), extras, st.lists(st.integers(0, 120), max_size=6), st.integers(1, 40))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_every_split_of_a_request_gives_the_same_names(
     ids: list[int], extra: list[Extra], cuts: list[int], chunk_tokens: int
 ) -> None:

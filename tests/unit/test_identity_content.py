@@ -303,7 +303,7 @@ def test_a_salts_tag_is_64_bits_and_the_same_under_every_model() -> None:
 
 def test_a_salt_of_the_wrong_type_is_refused_without_being_shown() -> None:
     with pytest.raises(TypeError) as refused:
-        Content(MODEL, salt="hidden")
+        Content(MODEL, salt="hidden")  # type: ignore[arg-type]
     assert "hidden" not in str(refused.value)
 
 
