@@ -101,3 +101,18 @@ def test_the_pages_config_checks_and_opens(run: Callable[..., str]) -> None:
 def test_what_one_process_stores_in_the_pages_backend_another_loads(run: Callable[..., str]) -> None:
     assert run(USE, "store") == "992 True\n"
     assert run(USE, "load") == "{'table': 992}\n"
+
+
+GROUPS = ["round-trip", "destination", "ownership", "lifecycle", "honesty", "capacity"]
+
+
+def test_the_pages_backend_passes_the_conformance_suite(run: Callable[..., str]) -> None:
+    groups = [argument for group in GROUPS for argument in ("--group", group)]
+    arguments = ["conformance", "run", "--backend", "sqlite", "--config", "conformance.yaml", "--strict"]
+    assert " passed, " in run(COMMAND, *arguments, *groups).splitlines()[-1]
+
+
+def test_the_pages_own_test_module_passes(run: Callable[..., str]) -> None:
+    arguments = ["-q", "-p", "no:cacheprovider", "-k", "reading or absent", "tests/test_conformance.py"]
+    code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    assert " passed" in run(code, *arguments).splitlines()[-1]

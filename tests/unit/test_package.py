@@ -12,7 +12,9 @@ import lmcache_core
 def modules_after(statement: str) -> set[str]:
     """Names of the modules that a fresh interpreter has loaded after `statement`."""
     script = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     return set(json.loads(done.stdout))
 
 
