@@ -1,0 +1,127 @@
+"""The killing of processes: a child that runs operations on a store and dies where it is told to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from lmcache_core.identity.keys import StorageKey
+
+from lmcache_core_conformance.harness import Harness
+from lmcache_core_conformance.verdicts import Violation
+
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.stdin.readline())
+from lmcache_core_conformance.crash_child import main
+main()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Operate:
+    """One operation of the child: `put` of a version of a key, or `delete`."""
+
+    name: str
+    key: StorageKey
+    version: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CrashPoint:
+    """Where to die: at the `number`-th event of `kind` (`line` or `write`) of the operations watched."""
+
+    kind: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a child ended. `statuses` of all operations and event counts, unless it was killed before."""
+
+    killed: bool
+    statuses: tuple[str, ...] = ()
+    num_lines: int = 0
+    num_writes: int = 0
+
+
+class Crasher:
+    """A fresh process that forks a victim for each `run`. A context manager."""
+
+    def __init__(self, harness: Harness, options: Mapping[str, object]) -> None:
+        self._harness = harness
+        self._options = dict(options)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        backend = harness.backend
+        self._send(sys.path)
+        self._send({"module": backend.__module__, "class": backend.__qualname__})
+
+    def __enter__(self) -> Crasher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def run(
+        self, prepare: Sequence[Operate], act: Sequence[Operate], kill: CrashPoint | None = None
+    ) -> Ended:
+        """Opens the store in a victim, does `prepare`, then `act`, and dies at `kill` or else after it.
+
+        Raises:
+            Violation: the victim could not open the store, or the child is gone.
+        """
+        self._send(
+            {
+                "options": self._options,
+                "capacity_bytes": self._harness.capacity_bytes,
+                "prepare": [[o.name, o.key, o.version, o.nbytes] for o in prepare],
+                "act": [[o.name, o.key, o.version, o.nbytes] for o in act],
+                "kill": None if kill is None else [kill.kind, kill.number],
+            }
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Violation("the process that runs the store's operations ended by itself")
+        told = json.loads(line)
+        if "error" in told:
+            raise Violation(f"a second process could not use the store: {told['error']}")
+        if "killed" in told:
+            return Ended(killed=True)
+        counts = told["counts"]
+        return Ended(False, tuple(told["statuses"]), counts["line"], counts["write"])
+
+    def points(
+        self, prepare: Sequence[Operate], act: Sequence[Operate], limit: int | None = None
+    ) -> list[CrashPoint]:
+        """Where to kill `act`: writes and lines spread evenly, `limit` (`Harness.crash_points`) in all."""
+        whole = self.run(prepare, act)
+        limit = limit or self._harness.crash_points
+        writes = [CrashPoint("write", n) for n in _spread(whole.num_writes, limit // 2)]
+        lines = [CrashPoint("line", n) for n in _spread(whole.num_lines, max(limit - len(writes), 1))]
+        return writes + lines
+
+    def _send(self, message: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+
+def _spread(count: int, limit: int) -> list[int]:
+    """Up to `limit` of the numbers 1 to `count`, evenly spread, the first and the last among them."""
+    if count <= limit or limit < 2:
+        return list(range(1, count + 1))[: max(limit, 1)]
+    return sorted({1 + round(n * (count - 1) / (limit - 1)) for n in range(limit)})

@@ -1,0 +1,151 @@
+"""Batching: each item of a call is settled once, by itself, under its own index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import Status
+
+from lmcache_core_conformance.driver import RecordingCall, Store, Want
+from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.values import PAGE, key_named, value_of
+from lmcache_core_conformance.verdicts import check
+
+_ALLOWED = {
+    "put": {Status.OK, Status.FULL, Status.FAILED},
+    "get": {Status.OK, Status.MISS, Status.TOO_SMALL, Status.FAILED},
+    "stat": {Status.OK, Status.MISS, Status.FAILED},
+    "delete": {Status.OK, Status.MISS, Status.FAILED},
+}
+
+
+class Batching(Group):
+    group = "batching"
+
+    def test_each_item_is_settled_under_its_own_index(self) -> None:
+        """Results that change places hand one chunk's bytes to another chunk's tokens."""
+        store, values = self.bench.open(), self.some_values(self._batch(7))
+        self._put_all(store, values)
+        order = sorted(range(len(values)), key=lambda n: (n * 3) % len(values))
+        got = store.get_many([Want(values[n][0], (len(values[n][1]),)) for n in order])
+        stats = store.stat_many([values[n][0] for n in order])
+        for place, n in enumerate(order):
+            self.check_value(got[place], values[n][1], f"item {place} of a batch")
+            check(stats[place].nbytes == len(values[n][1]), f"stat item {place} has another value's length")
+
+    def test_hits_and_misses_mix_in_one_batch(self) -> None:
+        """A prefix is asked for as one batch and ends somewhere in it: the miss must stand where it is."""
+        store, values = self.bench.open(), self.some_values(self._batch(6))
+        stored = values[::2]
+        self._put_all(store, stored)
+        got = store.get_many([Want(key, (len(value),)) for key, value in values])
+        stats = store.stat_many([key for key, _ in values])
+        for place, (_, value) in enumerate(values):
+            if place % 2 == 0:
+                self.check_value(got[place], value, f"item {place}, stored")
+                check(stats[place].status is Status.OK, f"stat item {place}: {stats[place].status.name}")
+            else:
+                check(got[place].status is Status.MISS, f"get item {place}: {got[place].status.name}")
+                check(stats[place].status is Status.MISS, f"stat item {place}: {stats[place].status.name}")
+
+    def test_a_key_may_occur_twice_in_a_batch(self) -> None:
+        """Two requests share a prefix: both items must be served, and one whole value must win a put."""
+        store, key = self.bench.open(), key_named("twice")
+        versions = [value_of(key, version, self.bench.fit(3)) for version in (1, 2)]
+        outcomes = store.put_many([(key, value) for value in versions][: self._batch(2)])
+        check(
+            all(outcome.status is Status.OK for outcome in outcomes),
+            f"put of one key twice: {[outcome.status.name for outcome in outcomes]}",
+        )
+        got = store.get_many([Want(key, (len(versions[0]),))] * self._batch(2))
+        check(got[0].value in versions, "a key put twice in a batch is neither of its values")
+        for reading in got:
+            self.check_value(reading, got[0].value, "a key asked for twice in a batch")
+
+    def test_an_empty_batch_returns_at_once(self) -> None:
+        """A batch that cancellation emptied must not raise, wait or settle anything."""
+        store = self.bench.open()
+        methods = {
+            "put_many": lambda call: store.backend.put_many([], call),
+            "get_many": lambda call: store.backend.get_many([], call),
+            "stat_many": lambda call: store.backend.stat_many([], call),
+        }
+        if self.bench.capabilities.delete:
+            methods["delete_many"] = lambda call: store.backend.delete_many([], call)
+        for name, method in methods.items():
+            store.call(0, method)
+            call = store.calls[-1]
+            check(call.raised is None, f"{name} of nothing raised {call.raised!r}")
+            check(not call.out_of_range, f"{name} of nothing settled items {call.out_of_range}")
+
+    def test_a_batch_of_the_maximum_number_of_items_is_taken(self) -> None:
+        """The core fills batches up to what is declared; the last item must be treated as the first."""
+        count = self.bench.capabilities.max_batch or 64
+        store = self.bench.open()
+        keys = [key_named(f"batch-{n}") for n in range(min(count, 512))]
+        values = [(key, value_of(key, 1, PAGE)) for key in keys]
+        self._put_all(store, values)
+        got = store.get_many([Want(key, (PAGE,)) for key in keys])
+        for place, (_, value) in enumerate(values):
+            self.check_value(got[place], value, f"item {place} of {len(values)}")
+
+    def test_one_bad_get_leaves_the_others(self) -> None:
+        """One chunk that doesn't fit must cost one chunk, not the whole prefix."""
+        store, values = self.bench.open(), self.some_values(self._batch(4), pages=3)
+        self._put_all(store, values)
+        bad = len(values) // 2
+        wants = [Want(key, (PAGE if n == bad else len(v),)) for n, (key, v) in enumerate(values)]
+        got = store.get_many(wants)
+        for place, (_, value) in enumerate(values):
+            if place == bad:
+                check(got[place].status is not Status.OK, "a view that is too small ended OK")
+            else:
+                self.check_value(got[place], value, f"item {place} beside one with too small a view")
+
+    @needs("max_value_bytes")
+    def test_one_bad_put_leaves_the_others(self) -> None:
+        """One refused chunk must not lose the chunks stored with it."""
+        store, values = self.bench.open(), self.some_values(self._batch(4))
+        bad = len(values) // 2
+        key = key_named("oversized")
+        values[bad] = (key, value_of(key, 1, self.maximum() + PAGE))
+        outcomes = store.put_many(values)
+        for place, (other, value) in enumerate(values):
+            if place == bad:
+                check(outcomes[place].status is not Status.OK, "a value over the maximum ended OK")
+            else:
+                check(outcomes[place].status is Status.OK, f"item {place}: {outcomes[place].status.name}")
+                self.holds(store, other, value, f"item {place} beside a refused one")
+
+    def test_every_item_is_settled_exactly_once_with_a_status_of_its_operation(self) -> None:
+        """An item never settled waits for its deadline; one settled twice, or TIMEOUT by a backend, lies."""
+        store, values = self.bench.open(), self.some_values(self._batch(4))
+        absent = key_named("absent")
+        keys = [key for key, _ in values]
+        self._settled(store, "put", [o.status for o in store.put_many(values)])
+        wants = [Want(key, (PAGE if n == 0 else self.bench.fit(8),)) for n, key in enumerate(keys)]
+        self._settled(store, "get", [got.status for got in store.get_many(wants[:-1] + [Want(absent, (PAGE,))])])
+        self._settled(store, "stat", [o.status for o in store.stat_many([absent, *keys[1:]])])
+        if self.bench.capabilities.delete:
+            self._settled(store, "delete", [o.status for o in store.delete_many([absent, *keys[1:]])])
+
+    def _settled(self, store: Store, operation: str, statuses: list[Status]) -> None:
+        call: RecordingCall = store.calls[-1]
+        check(call.raised is None, f"{operation} raised {call.raised!r}")
+        check(not call.unsettled_at_return, f"{operation} left items {call.unsettled_at_return} unsettled")
+        check(not call.repeated, f"{operation} settled items {call.repeated} again")
+        check(not call.out_of_range, f"{operation} settled items {call.out_of_range}, which don't exist")
+        wrong = [status.name for status in statuses if status not in _ALLOWED[operation]]
+        check(not wrong, f"{operation} ended {wrong}, which is not its to say")
+        for outcome in call.outcomes:
+            failed = outcome.status is Status.FAILED
+            check(not failed or outcome.error is not None, f"{operation} FAILED without an error")
+
+    def _put_all(self, store: Store, values: Sequence[tuple[StorageKey, bytes]]) -> None:
+        outcomes = store.put_many(values)
+        for place, outcome in enumerate(outcomes):
+            check(outcome.status is Status.OK, f"put item {place}: {outcome.status.name} ({outcome.error})")
+
+    def _batch(self, count: int) -> int:
+        return min(count, self.bench.capabilities.max_batch or count)

@@ -1,0 +1,174 @@
+"""Capability honesty: what is declared works, what isn't is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lmcache_core.errors import NotSupported
+from lmcache_core.storage.contract import Call, Status
+
+from lmcache_core_conformance.driver import Buffer, RecordingCall, Want, item_for
+from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.values import PAGE, PART, key_named, value_of
+from lmcache_core_conformance.verdicts import NotApplicable, check
+
+
+class Honesty(Group):
+    group = "honesty"
+
+    def test_undeclared_operations_are_refused_as_not_supported(self) -> None:
+        """An undeclared operation that does something is untested; one that does nothing is a lie."""
+        store, offered = self.bench.open(), self.bench.capabilities
+        key, value = self.some_values(1)[0]
+        self.put(store, key, value)
+        buffer = Buffer([PAGE])
+        item = item_for(Want(key, buffer.lengths, offset=0), buffer)
+        operations: dict[str, Callable[[Call], object]] = {
+            "delete": lambda call: store.backend.delete_many([key], call),
+            "scan": lambda call: store.backend.scan(call, "", None, 10),
+            "pin": lambda call: store.backend.pin_many([key], 1.0, call),
+            "ranged": lambda call: store.backend.get_many([item], call),
+        }
+        undeclared = [name for name in operations if not getattr(offered, name)]
+        if not undeclared:
+            raise NotApplicable("capabilities delete, scan, pin and ranged are all declared")
+        for name in undeclared:
+            operation = operations[name]
+            store.call(1, lambda call, operation=operation: _discard(operation(call)))  # type: ignore[misc]
+            call: RecordingCall = store.calls[-1]
+            seen = call.raised or call.outcomes[0].error
+            check(
+                isinstance(seen, NotSupported),
+                f"{name} is not declared, yet it gave {seen!r} instead of NotSupported",
+            )
+        self.holds(store, key, value, "a value after refused operations")
+
+    @needs("delete")
+    def test_a_deleted_value_is_gone_for_everyone(self) -> None:
+        """Clearing a tenant's data must clear it, and the room it took must be there again."""
+        store, values = self.bench.open(), self.some_values(4)
+        for key, value in values:
+            self.put(store, key, value)
+        outcomes = store.delete_many([values[0][0], values[2][0]])
+        check(all(o.status is Status.OK for o in outcomes), f"delete: {[o.status.name for o in outcomes]}")
+        for place, (key, value) in enumerate(values):
+            if place in (0, 2):
+                self.lacks(store, key, len(value), "a deleted key")
+            else:
+                self.holds(store, key, value, "a value beside deleted ones")
+        if self.bench.capabilities.scan:
+            left = {entry.key for entry in store.scan()}
+            check(values[0][0] not in left, "a deleted value is still listed by scan")
+
+    @needs("delete")
+    def test_deleting_what_is_absent_is_a_miss(self) -> None:
+        """Two cleaners meet at one key: the second must learn that it was gone, not that something failed."""
+        store, (key, value) = self.bench.open(), self.some_values(1)[0]
+        self.put(store, key, value)
+        seen = [store.delete(key).status.name for _ in range(2)]
+        check(seen == ["OK", "MISS"], f"deleting a value twice ended {seen}, due are OK and MISS")
+        self.put(store, key, value)
+        self.holds(store, key, value, "a value put again after it was deleted")
+
+    @needs("scan")
+    def test_a_scan_reports_every_value_with_its_length(self) -> None:
+        """The index is rebuilt from a scan: what is not reported is orphaned, and fills the medium for ever."""
+        store, values = self.bench.open(), self.some_values(9)
+        for key, value in values:
+            self.put(store, key, value)
+        expected = {key: len(value) for key, value in values}
+        for limit in (1, 4, 100):
+            entries = store.scan(limit=limit, max_pages=50)
+            found = {entry.key: entry.nbytes for entry in entries}
+            check(found == expected, f"a scan by {limit} gave {len(found)} keys, stored are {len(expected)}")
+        page = store.scan_page("", None, 4)
+        check(len(page.entries) <= 4, f"a page of at most 4 entries has {len(page.entries)}")
+
+    @needs("scan")
+    def test_a_scan_is_limited_to_its_prefix(self) -> None:
+        """A prefix selects one part: keys of another would be counted, or deleted, as this one's."""
+        store, values = self.bench.open(), self.some_values(4)
+        other = key_named("other part").replace(PART, "f" * len(PART))
+        for key, value in [*values, (type(values[0][0])(other), value_of(values[0][0], 9, PAGE))]:
+            self.put(store, key, value)
+        found = {entry.key for entry in store.scan(f"c-{PART}", limit=3)}
+        check(found == {key for key, _ in values}, f"a scan of one part gave {len(found)} keys instead of 4")
+        check(not store.scan("n-"), "a scan with a prefix of no key gave entries")
+
+    @needs("scan", "delete")
+    def test_a_value_present_during_a_whole_scan_is_reported(self) -> None:
+        """Stores go on while an index is rebuilt; what stays must be found although its neighbours move."""
+        store, values = self.bench.open(), self.some_values(12)
+        for key, value in values:
+            self.put(store, key, value)
+        staying, found, cursor = {key for key, _ in values[1::2]}, set(), None
+        leaving = [key for key, _ in values[0::2]]
+        for number in range(200):
+            page = store.scan_page("", cursor, 2)
+            found |= {entry.key for entry in page.entries}
+            cursor = page.cursor
+            if cursor is None:
+                break
+            if leaving:
+                store.delete(leaving.pop())
+            if number < 6:
+                self.put(store, key_named(f"arriving {number}"), value_of(values[0][0], number, PAGE))
+        check(cursor is None, "a scan did not end while values came and went")
+        check(staying <= found, f"{len(staying - found)} values present all the time were not reported")
+
+    @needs("ranged")
+    def test_a_range_is_exactly_the_bytes_asked_for(self) -> None:
+        """Layers are read one by one as ranges: a shifted one is another layer's KV."""
+        store, key = self.bench.open(), key_named("ranged")
+        step = self.bench.capabilities.range_min
+        value = value_of(key, 1, self.bench.fit(12))
+        self.put(store, key, value)
+        for offset in range(0, len(value), max(step, PAGE)):
+            for nbytes in (step, 2 * step, len(value) - offset):
+                if nbytes % PAGE or offset + nbytes > len(value):
+                    continue
+                got = store.get_many([Want(key, (nbytes,), offset=offset)])[0]
+                self.check_value(got, value[offset : offset + nbytes], f"[{offset}, {offset + nbytes})")
+
+    @needs("ranged")
+    def test_the_first_range_is_not_the_whole_value(self) -> None:
+        """Offset 0 as a range is the header's read; taken for the whole value it would be TOO_SMALL."""
+        store, key = self.bench.open(), key_named("first range")
+        value = value_of(key, 1, self.bench.fit(5))
+        self.put(store, key, value)
+        step = max(self.bench.capabilities.range_min, PAGE)
+        if step < len(value):
+            got = store.get_many([Want(key, (step,), offset=0)])[0]
+            self.check_value(got, value[:step], "the first range")
+            whole = store.get(key, step)
+            check(whole.status is Status.TOO_SMALL, f"whole value into a first range: {whole.status.name}")
+
+    @needs("ranged")
+    def test_a_range_past_the_end_is_never_ok(self) -> None:
+        """Bytes that were never stored must not be made up when a replaced value is shorter than expected."""
+        store, key = self.bench.open(), key_named("past the end")
+        value = value_of(key, 1, self.bench.fit(3))
+        self.put(store, key, value)
+        step = max(self.bench.capabilities.range_min, PAGE)
+        for offset in (len(value) - step, len(value), len(value) + 8 * step):
+            got = store.get_many([Want(key, (2 * step,), offset=offset)])[0]
+            check(got.status is not Status.OK, f"[{offset}, {offset + 2 * step}) of {len(value)} bytes is OK")
+        absent = store.get_many([Want(key_named("absent"), (step,), offset=0)])[0]
+        check(absent.status is Status.MISS, f"a range of an absent key: {absent.status.name}")
+
+    def test_stats_count_what_is_stored(self) -> None:
+        """Operators size tiers by these figures; a counter that rises while writes fail hides an outage."""
+        store, values = self.bench.open(), self.some_values(5)
+        check(store.stats().entries == 0, f"an empty store counts {store.stats().entries} entries")
+        for key, value in [*values, values[0]]:
+            self.put(store, key, value)
+        stored = sum(len(value) for _, value in values)
+        check(store.stats().entries == 5, f"5 values are stored, stats counts {store.stats().entries}")
+        check(store.stats().used_bytes >= stored, f"stats says {store.stats().used_bytes} bytes of {stored}")
+        if self.bench.capabilities.delete:
+            store.delete_many([key for key, _ in values])
+            check(store.stats().entries == 0, f"all is deleted, stats counts {store.stats().entries}")
+
+
+def _discard(result: object) -> None:
+    """Operations that return something are called for their settlement alone."""

@@ -1,0 +1,180 @@
+"""Lifecycle: built without I/O, opened, closed, and then nothing is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lmcache_core.errors import LMCacheError
+from lmcache_core.storage.contract import Status
+
+from lmcache_core_conformance.bench import Bench
+from lmcache_core_conformance.properties import Group
+from lmcache_core_conformance.values import key_named, value_of
+from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
+
+class Lifecycle(Group):
+    group = "lifecycle"
+
+    def test_building_does_no_io(self) -> None:
+        """`config check` and a failed start build backends: no file, descriptor or thread may come of it."""
+        place = self.bench.place()
+        before = _Leftovers(self.bench, place.directory)
+        backend = self.bench.build(place)
+        check(backend.capabilities is not None, "capabilities must be known before open")
+        try:
+            before.check_nothing_new("building the backend")
+        finally:
+            backend.close()
+
+    def test_open_may_only_narrow_the_capabilities(self) -> None:
+        """The core plans with what was declared; what open adds or raises was never planned for."""
+        place = self.bench.place()
+        declared, opened = self.bench.build(place).capabilities, self.bench.open(place).capabilities
+        for name in ("delete", "scan", "ranged", "persistent", "pin"):
+            check(getattr(declared, name) or not getattr(opened, name), f"open added capability {name}")
+        check(opened.max_in_flight <= declared.max_in_flight, "open raised max_in_flight")
+        check(opened.medium == declared.medium, "open changed the medium")
+        check(opened.devices <= declared.devices, "open added devices")
+        for name in ("max_value_bytes", "max_batch"):
+            before, after = getattr(declared, name), getattr(opened, name)
+            check(before is None or (after is not None and after <= before), f"open raised {name}")
+
+    def test_close_is_idempotent(self) -> None:
+        """Shutdown paths meet: a second close must not raise, nor close something that is another's by now."""
+        store = self.bench.open()
+        key, value = self.some_values(1)[0]
+        self.put(store, key, value)
+        store.close()
+        readable, writable = os.pipe()  # takes the numbers that the backend's descriptors had
+        try:
+            for _ in range(2):
+                _close_quietly(store.backend.close, "closed again")
+            os.fstat(readable)
+            os.fstat(writable)
+        except OSError as error:
+            raise Violation("a second close closed a descriptor that belonged to somebody else") from error
+        finally:
+            for descriptor in (readable, writable):
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
+    def test_close_before_open_is_harmless(self) -> None:
+        """When one tier of a chain fails to start, those not opened yet are closed too."""
+        backend = self.bench.build(self.bench.place())
+        _close_quietly(backend.close, "closed before it was opened")
+
+    def test_close_after_a_failed_open_leaves_nothing(self) -> None:
+        """A store that is down is tried again and again: what each failed open leaks adds up."""
+        place = self.bench.place()
+        if self.bench.harness.backend_medium(place.directory) == "memory":
+            raise NotApplicable("capability medium is memory: there is nothing that open could fail to reach")
+        options = self.bench.harness.unopenable_config(place.directory)
+        before = _Leftovers(self.bench)
+        backend = self.bench.harness.build(options)
+        host = self.bench.host(backend)
+        try:
+            error = _error_of(lambda: backend.open(host))
+            check(error is not None, "open succeeded with the options of unopenable_config")
+            check(
+                isinstance(error, LMCacheError),
+                f"open failed with {type(error).__name__}, which is not one of the SDK's errors: {error}",
+            )
+        finally:
+            del error
+            _close_quietly(backend.close, "closed after a failed open")
+            host.close()
+        before.check_nothing_new("a failed open")
+
+    def test_nothing_survives_close(self) -> None:
+        """Descriptors, threads and temporary files that outlive a backend end in a full table or disk."""
+        place = self.bench.place()
+        with _own_temporary_directory(self.bench.directory) as temporaries:
+            self.bench.open().close()  # what a driver keeps for the process is there now
+            before = _Leftovers(self.bench)
+            store = self.bench.open(place)
+            for key, value in self.some_values(4):
+                self.put(store, key, value)
+                self.holds(store, key, value)
+                self.put(store, key, value_of(key, 2, len(value)))
+            store.get(key_named("absent"), 4096)
+            store.close()
+            before.check_nothing_new("use and close")
+            left = sorted(path.name for path in temporaries.rglob("*"))
+            check(not left, f"temporary files are left after close: {left[:5]}")
+        if not self.bench.capabilities.persistent and self.bench.capabilities.medium == "file":
+            files = [path.name for path in place.directory.rglob("*") if path.is_file()]
+            check(not files, f"a store that isn't persistent leaves {len(files)} files: {sorted(files)[:5]}")
+
+    def test_stores_in_different_places_are_independent(self) -> None:
+        """State kept by a class or module leaks one tier's values into another's, and past a close."""
+        first, second = self.bench.open(), self.bench.open()
+        key, value = self.some_values(1)[0]
+        self.put(first, key, value)
+        check(second.stat(key).status is Status.MISS, "a value put in one store is in another one, too")
+        first.close()
+        self.put(second, key, value)
+        self.holds(second, key, value, "a value put after another store of the same kind was closed")
+
+class _Leftovers:
+    """What the process holds at one moment: descriptors, threads, and files of one directory."""
+
+    def __init__(self, bench: Bench, directory: Path | None = None) -> None:
+        self._threads_end_s = bench.harness.threads_end_s
+        self._directory = directory
+        self._descriptors = _descriptors()
+        self._threads = set(threading.enumerate())
+        self._files = self._list_files()
+
+    def check_nothing_new(self, what: str) -> None:
+        """
+        Raises:
+            Violation: something is there that was not when this was made. Threads are given a while to
+                end, since `close` doesn't wait for them.
+        """
+        for thread in set(threading.enumerate()) - self._threads:
+            thread.join(self._threads_end_s)
+            check(not thread.is_alive(), f"{what} leaves the thread {thread.name!r}")
+        new = {number: target for number, target in _descriptors().items() if self._descriptors.get(number) != target}
+        check(not new, f"{what} leaves open descriptors: {sorted(new.values())[:5]}")
+        files = self._list_files() - self._files
+        check(not files, f"{what} leaves files: {sorted(files)[:5]}")
+
+    def _list_files(self) -> set[str]:
+        return set() if self._directory is None else {str(path) for path in self._directory.rglob("*")}
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _error_of(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 (recorded boundary: the backend is foreign code)
+        return error.with_traceback(None)
+    return None
+
+
+def _close_quietly(close: Callable[[], None], what: str) -> None:
+    error = _error_of(close)
+    check(error is None, f"close raised {type(error).__name__} when {what}: {error}")
+
+
+@contextlib.contextmanager
+def _own_temporary_directory(parent: Path) -> Iterator[Path]:
+    directory, before = parent / "tempfile", tempfile.tempdir
+    directory.mkdir()
+    tempfile.tempdir = str(directory)
+    try:
+        yield directory
+    finally:
+        tempfile.tempdir = before

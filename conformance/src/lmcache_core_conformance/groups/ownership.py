@@ -1,0 +1,125 @@
+"""Ownership: memory belongs to the caller; a backend borrows it until an item is settled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import Call, Item, Outcome, Status
+
+from lmcache_core_conformance.driver import Buffer, Store, Want, item_for
+from lmcache_core_conformance.properties import Group
+from lmcache_core_conformance.values import PAGE, key_named, value_of
+from lmcache_core_conformance.verdicts import check
+
+Method = Callable[[Sequence[Item], Call], None]
+
+
+class Ownership(Group):
+    group = "ownership"
+
+    def test_a_put_keeps_no_view(self) -> None:
+        """A kept view is memory that can't be given back, or that is read after it became another frame."""
+        store, key = self.bench.open(), key_named("put")
+        for version in (1, 2):  # the second one replaces
+            buffer = Buffer([PAGE, PAGE], content=value_of(key, version, 2 * PAGE))
+            status = self._call(store, store.backend.put_many, key, buffer)
+            check(status is Status.OK, f"put: {status.name}")
+            check(buffer.free(), "something still refers to the memory of a put that was settled")
+
+    def test_a_get_keeps_no_view(self) -> None:
+        """A kept view is a write waiting to land in a frame that meanwhile holds something else."""
+        store, key = self.bench.open(), key_named("get")
+        self.put(store, key, value_of(key, 1, 2 * PAGE))
+        for what, wanted, pages in (
+            ("hit", key, 2),
+            ("larger view", key, 3),
+            ("value too large", key, 1),
+            ("miss", key_named("absent"), 1),
+        ):
+            buffer = Buffer([PAGE] * pages)
+            self._call(store, store.backend.get_many, wanted, buffer)
+            check(buffer.free(), f"something still refers to the memory of a settled get ({what})")
+
+    def test_the_source_of_a_put_is_never_modified(self) -> None:
+        """The frame being stored is read by others at the same time: encryption in place corrupts them."""
+        store, key = self.bench.open(), key_named("source")
+        value = value_of(key, 1, self.bench.fit(5))
+        buffer = Buffer([len(value) - PAGE, PAGE], content=value) if len(value) > PAGE else Buffer([PAGE], content=value)
+        status = self._call(store, store.backend.put_many, key, buffer)
+        check(status is Status.OK, f"put: {status.name}")
+        check(buffer.read() == value, "the put modified the value's own memory")
+        check(buffer.outside_is_noise(), "the put wrote beside the value's memory")
+
+    def test_changing_the_source_after_a_put_changes_nothing(self) -> None:
+        """The caller's memory is reused at once: a store that refers to it serves the next request's KV."""
+        store, key = self.bench.open(), key_named("reused")
+        value = value_of(key, 1, self.bench.fit(3))
+        buffer = Buffer([len(value)], content=value)
+        status = self._call(store, store.backend.put_many, key, buffer)
+        check(status is Status.OK, f"put: {status.name}")
+        buffer.make_noise()
+        self.holds(store, key, value, "a value whose source was reused after the put")
+
+    def test_nothing_is_written_after_a_get_is_settled(self) -> None:
+        """Once settled, the memory is another frame's: whatever lands late lands in that."""
+        store = self.bench.open()
+        values = self.some_values(3)
+        for key, value in values:
+            self.put(store, key, value)
+        buffers = []
+        for key, value in values:
+            buffer = Buffer([len(value)])
+            self._call(store, store.backend.get_many, key, buffer)
+            buffer.make_noise()
+            buffers.append(buffer)
+        for key, value in values:
+            self.holds(store, key, value)
+        store.close()
+        for buffer in buffers:
+            check(buffer.is_noise_from(0), "memory of a settled get was written to later")
+
+    def test_a_stored_value_does_not_change_with_the_memory_it_was_read_into(self) -> None:
+        """A get that hands out the store's own memory lets one reader spoil it for the next."""
+        store, key = self.bench.open(), key_named("aliased")
+        value = value_of(key, 1, self.bench.fit(2))
+        self.put(store, key, value)
+        buffer = Buffer([len(value)])
+        self._call(store, store.backend.get_many, key, buffer)
+        buffer.make_noise()
+        self.holds(store, key, value, "a value whose last reader overwrote its memory")
+
+    def test_leases_and_holds_return_to_zero(self) -> None:
+        """A leaked lease is memory lost for ever; enough of them and nothing can be stored any more."""
+        store = self.bench.open()
+        values = self.some_values(4)
+        for _ in range(3):
+            for key, value in values:
+                self.put(store, key, value)
+                self.holds(store, key, value)
+            self._fail_a_few(store, values[0][0])
+        pool = store.host.pool_if_used
+        if pool is None:
+            return  # the backend never touched the pool
+        check(pool.stats().leases == 0, f"{pool.stats().leases} leases are left while nothing runs")
+        check(pool.stats().holds <= len(values), f"{pool.stats().holds} holds for {len(values)} values")
+        store.backend.close()
+        stats = pool.stats()
+        check(
+            stats.leases == 0 and stats.holds == 0 and stats.lost_leases == 0,
+            f"after close: {stats.leases} leases, {stats.holds} holds, {stats.lost_leases} leases lost",
+        )
+
+    def _fail_a_few(self, store: Store, key: StorageKey) -> None:
+        absent = key_named("absent")
+        store.get(key, PAGE)
+        store.get(absent, PAGE)
+        if self.bench.capabilities.delete:
+            store.delete(absent)
+            store.delete(key)
+
+    def _call(self, store: Store, method: Method, key: StorageKey, buffer: Buffer) -> Status:
+        """One call whose views and items are gone when this returns."""
+        item = item_for(Want(key, buffer.lengths), buffer)
+        outcomes: list[Outcome] = store.call(1, lambda call: method([item], call))
+        return outcomes[0].status

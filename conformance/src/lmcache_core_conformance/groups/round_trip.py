@@ -1,0 +1,131 @@
+"""Round trip: what was put is what comes back."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from lmcache_core.frame import verify
+from lmcache_core.identity.keys import StorageKey, storage_key
+from lmcache_core.storage.contract import Status
+
+from lmcache_core_conformance.bench import uneven_cuts
+from lmcache_core_conformance.driver import Store, Want
+from lmcache_core_conformance.properties import Group
+from lmcache_core_conformance.values import PAGE, PART, key_named, sealed_frame, value_of
+from lmcache_core_conformance.verdicts import check
+
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(0, 2), st.integers(1, 9)),
+    min_size=6,
+    max_size=20,
+)
+
+
+class RoundTrip(Group):
+    group = "round-trip"
+
+    def test_a_value_comes_back_byte_for_byte(self) -> None:
+        """A wrong byte is another token's KV: the worst fault, because nobody notices it."""
+        store = self.bench.open()
+        for key, value in self.some_values(3):
+            self.put(store, key, value)
+            self.holds(store, key, value)
+
+    def test_a_value_in_many_views_comes_back_in_order(self) -> None:
+        """Frames reach a backend in pieces; pieces written or read out of order are other layers' KV."""
+        store, key = self.bench.open(), key_named("pieces")
+        value = value_of(key, 1, self.bench.fit(23))
+        outcome = store.put(key, value, uneven_cuts(len(value), 9))
+        check(outcome.status is Status.OK, f"put of 9 views: {outcome.status.name} ({outcome.error})")
+        for pieces in (1, 4, 23):
+            got = store.get_many([Want(key, tuple(uneven_cuts(len(value), pieces)))])[0]
+            self.check_value(got, value, f"a value put in 9 views and read into {pieces}")
+
+    def test_overwriting_replaces_the_whole_value(self) -> None:
+        """A new value that leaves the end of a longer old one behind is a mixture of two chunks."""
+        store, key = self.bench.open(), key_named("overwritten")
+        for version, pages in enumerate((5, 2, 7, 7, 1)):
+            value = value_of(key, version, self.bench.fit(pages))
+            self.put(store, key, value)
+            got = store.get(key, self.bench.fit(8))
+            self.check_value(got, value, f"version {version} of {pages} pages")
+
+    def test_reading_twice_gives_the_same_bytes(self) -> None:
+        """A get that consumes or alters what it reads turns the second hit into a miss or a lie."""
+        store = self.bench.open()
+        key, value = self.some_values(1)[0]
+        self.put(store, key, value)
+        for reading in ("first", "second", "third"):
+            self.holds(store, key, value, f"the {reading} reading")
+
+    def test_an_absent_key_is_a_miss(self) -> None:
+        """Absent is an answer, not a failure: FAILED here opens the breaker of a healthy tier."""
+        store = self.bench.open()
+        self.lacks(store, key_named("never stored"), PAGE, "a key in an empty store")
+        for key, value in self.some_values(2):
+            self.put(store, key, value)
+        self.lacks(store, key_named("still never stored"), PAGE, "a key beside others")
+
+    def test_keys_that_look_alike_are_different_values(self) -> None:
+        """A name cut, folded or joined on the way to the medium serves one request another's KV."""
+        store = self.bench.open()
+        names = ["a", "a-", "-a", "a-b", "ab", "a--b", "c" * 119, "c" * 120, "d" * 119 + "e", "d" * 119 + "f"]
+        values = [(storage_key(name), value_of(storage_key(name), 1, PAGE)) for name in names]
+        for key, value in values:
+            self.put(store, key, value)
+        for key, value in values:
+            self.holds(store, key, value, f"key {key!r}")
+
+    def test_a_sealed_frame_still_verifies_after_a_round_trip(self) -> None:
+        """The core trusts only what its own checksums prove; a frame must arrive as it left."""
+        store, key = self.bench.open(), key_named("frame")
+        frame = sealed_frame(key, 1, (3000, PAGE, 5001))
+        self.put(store, key, frame)
+        got = store.get(key, len(frame) + 2 * PAGE)
+        self.check_value(got, frame, "a sealed frame")
+        header = verify(memoryview(got.value), key=key, part=PART)
+        check(len(header.segments) == 3, "the frame lost segments")
+
+    def test_any_sequence_of_operations_agrees_with_a_plain_dictionary(self) -> None:
+        """Faults hide in orders nobody thought of; an independent oracle knows what each step must say."""
+        store, number = self.bench.open(), [0]
+
+        @settings(
+            max_examples=self.bench.harness.examples,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(_STEPS)
+        def agrees(steps: list[tuple[str, int, int]]) -> None:
+            number[0] += 1
+            keys = [key_named(f"model-{number[0]}-{which}") for which in range(3)]
+            model: dict[StorageKey, bytes] = {}
+            for version, (operation, which, pages) in enumerate(steps):
+                key = keys[which]
+                if operation == "put":
+                    model[key] = value_of(key, version, self.bench.fit(pages))
+                    self.put(store, key, model[key])
+                elif operation == "get":
+                    self._agrees(store, key, model)
+                elif self.bench.capabilities.delete:
+                    due = Status.OK if model.pop(key, None) is not None else Status.MISS
+                    actual = store.delete(key).status
+                    check(actual is due, f"delete: {actual.name}, due is {due.name}")
+            for key in keys:
+                self._agrees(store, key, model)
+
+        agrees()
+
+    def _agrees(self, store: Store, key: StorageKey, model: dict[StorageKey, bytes]) -> None:
+        if key not in model:
+            self.lacks(store, key, PAGE)
+            return
+        self.check_value(store.get(key, self.bench.fit(10)), model[key])
+        stat = store.stat(key)
+        check(
+            stat.status is Status.OK and stat.nbytes == len(model[key]),
+            f"stat: {stat.status.name} with {stat.nbytes} bytes, due are {len(model[key])}",
+        )

@@ -1,0 +1,123 @@
+"""The suite: every group in one base class, which a plugin subclasses and can't weaken."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from lmcache_core_conformance.bench import Bench, bounded
+from lmcache_core_conformance.groups.batching import Batching
+from lmcache_core_conformance.groups.capacity import Capacity
+from lmcache_core_conformance.groups.concurrency import Concurrency
+from lmcache_core_conformance.groups.crash import Crash
+from lmcache_core_conformance.groups.destination import Destination
+from lmcache_core_conformance.groups.honesty import Honesty
+from lmcache_core_conformance.groups.lifecycle import Lifecycle
+from lmcache_core_conformance.groups.ownership import Ownership
+from lmcache_core_conformance.groups.resident import Residents
+from lmcache_core_conformance.groups.round_trip import RoundTrip
+from lmcache_core_conformance.groups.sizes import Sizes
+from lmcache_core_conformance.harness import Harness
+from lmcache_core_conformance.properties import Group, Property, properties_of
+
+GROUPS: tuple[type[Group], ...] = (
+    RoundTrip,
+    Sizes,
+    Batching,
+    Destination,
+    Ownership,
+    Concurrency,
+    Lifecycle,
+    Honesty,
+    Residents,
+    Capacity,
+    Crash,
+)
+PROPERTIES: tuple[Property, ...] = tuple(prop for group in GROUPS for prop in properties_of(group))
+
+
+class BackendConformance(
+    RoundTrip,
+    Sizes,
+    Batching,
+    Destination,
+    Ownership,
+    Concurrency,
+    Lifecycle,
+    Honesty,
+    Residents,
+    Capacity,
+    Crash,
+):
+    """Certifies one backend: subclass it in a test module as `Test…` with a `harness`.
+
+        class TestMine(BackendConformance):
+            harness = MyHarness()
+
+    A subclass may add tests of its own; the standard ones are used as they are.
+
+    Raises:
+        TypeError: on subclassing, when `harness` is missing, a standard test or helper is replaced, or
+            a deviation names no property.
+    """
+
+    group = "all"
+    harness: ClassVar[Harness]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_subclass(cls)
+
+
+def check_subclass(cls: type[BackendConformance]) -> None:
+    """
+    Raises:
+        TypeError: as `BackendConformance` says.
+    """
+    harness = getattr(cls, "harness", None)
+    if not isinstance(harness, Harness):
+        raise TypeError(f"{cls.__name__}.harness must be an instance of a Harness subclass, not {harness!r}")
+    for group in GROUPS:
+        for name in vars(group):
+            if name.startswith("__") or name == "group":
+                continue
+            if getattr(cls, name) is not getattr(group, name):
+                raise TypeError(
+                    f"{cls.__name__} replaces {name}, which belongs to the conformance suite; "
+                    "a property that can't be kept is listed in Harness.deviations with its reason"
+                )
+    for name in vars(Group):
+        if not name.startswith("__") and name != "group" and getattr(cls, name) is not getattr(Group, name):
+            raise TypeError(f"{cls.__name__} replaces {name}, which belongs to the conformance suite")
+    known = {prop.name for prop in PROPERTIES}
+    for deviation in harness.deviations:
+        if deviation.property_name not in known:
+            raise TypeError(f"a deviation names {deviation.property_name!r}, which is no property")
+        if not deviation.reason.strip():
+            raise TypeError(f"the deviation from {deviation.property_name} gives no reason")
+
+
+def find(name: str) -> Property | None:
+    """The property of that name."""
+    return next((prop for prop in PROPERTIES if prop.name == name), None)
+
+
+def execute(instance: Group, prop: Property, harness: Harness) -> None:
+    """Runs one property on a bench of its own, bounded in time.
+
+    Raises:
+        Violation: the property does not hold.
+        NotApplicable: a capability makes it meaningless.
+        Unproven: a harness hook is missing.
+        Exception: whatever the backend raised where it may not.
+    """
+
+    def work() -> None:
+        instance.bench = bench = Bench(harness)
+        try:
+            for capability in prop.needs:
+                bench.require(capability)
+            getattr(instance, prop.name)()
+        finally:
+            bench.close()
+
+    bounded(work, harness.limit_s)

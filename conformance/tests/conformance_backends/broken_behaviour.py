@@ -1,0 +1,481 @@
+"""Broken in how they behave: ownership, concurrency, lifecycle, honesty, capacity."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from lmcache_core.errors import BackendError
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.memory import Lease
+from lmcache_core.storage.contract import (
+    BackendStats,
+    Call,
+    Capabilities,
+    Entry,
+    Host,
+    Item,
+    Outcome,
+    Page,
+    Status,
+    View,
+)
+
+from conformance_backends.catalogue import breaks
+from conformance_backends.memory import FULL, MemoryBackend, failed, write_at
+from conformance_backends.schedule import Rendezvous
+
+PAGE = 4096
+RACES = (
+    "an_overwrite_is_seen_whole_by_readers",
+    "as_many_calls_as_declared_run_at_once",
+    "racing_calls_on_one_key_have_an_order_that_explains_them",
+    "writers_of_different_keys_do_not_disturb_each_other",
+)
+
+
+# -- ownership -----------------------------------------------------------------------------------
+
+
+@breaks("a_put_keeps_no_view")
+class KeepsTheItemsOfAPut(MemoryBackend):
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        super().put_many(items, call)
+        self.kept = items
+
+
+@breaks("a_get_keeps_no_view")
+class KeepsTheItemsOfAGet(MemoryBackend):
+    def get_many(self, items: Sequence[Item], call: Call) -> None:
+        super().get_many(items, call)
+        self.kept = items
+
+
+@breaks("a_get_keeps_no_view")
+class KeepsItsLastError(MemoryBackend):
+    """An exception's traceback refers to the frames it passed, and they to the views."""
+
+    def absent(self, item: Item) -> Outcome:
+        try:
+            raise LookupError(item.key)
+        except LookupError as error:
+            self.last_error = error
+        return super().absent(item)
+
+
+@breaks("the_source_of_a_put_is_never_modified")
+class EncryptsInPlace(MemoryBackend):
+    def gather(self, views: Sequence[View]) -> bytes:
+        value = super().gather(views)
+        write_at(views[-1].address, bytes(16))
+        return value
+
+
+@breaks("changing_the_source_after_a_put_changes_nothing", also=("a_put_keeps_no_view",))
+class RefersToTheSource(MemoryBackend):
+    def gather(self, views: Sequence[View]) -> bytes:
+        if len(views) == 1 and views[0].host is not None:
+            return views[0].host  # type: ignore[return-value]  # the fault: a view instead of a copy
+        return super().gather(views)
+
+
+@breaks("nothing_is_written_after_a_get_is_settled", also=("a_get_keeps_no_view", *RACES))
+class LandsLate(MemoryBackend):
+    """Each get also writes into the memory of the one before."""
+
+    before: tuple[bytes, tuple[View, ...]] | None = None
+
+    def spread(self, part: bytes, views: Sequence[View]) -> None:
+        super().spread(part, views)
+        with self.lock:
+            before, self.before = self.before, (part, tuple(views))
+        if before is not None:
+            super().spread(*before)
+
+
+@breaks(
+    "a_stored_value_does_not_change_with_the_memory_it_was_read_into",
+    also=("a_get_keeps_no_view", "nothing_is_written_after_a_get_is_settled"),
+)
+class CachesTheMemoryOfTheReader(MemoryBackend):
+    def get_one(self, item: Item) -> Outcome:
+        outcome = super().get_one(item)
+        host = item.views[0].host
+        if outcome.status is Status.OK and host is not None and outcome.nbytes == item.views[0].nbytes:
+            with self.lock:
+                if self.values.get(item.key) == host:
+                    self.values[item.key] = host  # type: ignore[assignment]  # the fault
+        return outcome
+
+
+@breaks("leases_and_holds_return_to_zero")
+class LeaksALeaseForEachMiss(MemoryBackend):
+    def open(self, host: Host) -> Capabilities | None:
+        self.pool, self.leases = host.pool, list[Lease | None]()
+        return super().open(host)
+
+    def absent(self, item: Item) -> Outcome:
+        self.leases.append(self.pool.try_allocate(PAGE, owner="leaky"))
+        return super().absent(item)
+
+
+# -- concurrency ---------------------------------------------------------------------------------
+
+
+@breaks("writers_of_different_keys_do_not_disturb_each_other", also=RACES)
+class SharesABounceBuffer(MemoryBackend):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bounce = b""
+        self.rendezvous = Rendezvous()
+
+    def gather(self, views: Sequence[View]) -> bytes:
+        self.bounce = super().gather(views)
+        self.rendezvous.passed("gather")
+        self.rendezvous.wait_for("gather")
+        return self.bounce
+
+
+@breaks("an_overwrite_is_seen_whole_by_readers", also=RACES)
+class OverwritesInPlace(MemoryBackend):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.rendezvous = Rendezvous()
+
+    def put_one(self, item: Item) -> Outcome:
+        old = self.values.get(item.key)
+        if old is not None and item.nbytes <= self.config.max_value_bytes and self.has_room(item.key, item.nbytes):
+            new = self.gather(item.views)
+            with self.lock:
+                self.values[item.key] = new[:PAGE] + old[PAGE:]
+            self.rendezvous.wait_for("read", passes=4)
+        return super().put_one(item)
+
+    def read(self, key: StorageKey) -> bytes | None:
+        value = super().read(key)
+        self.rendezvous.passed("read")
+        return value
+
+
+@breaks("racing_calls_on_one_key_have_an_order_that_explains_them", also=RACES)
+class FillsItsReadCacheLate(MemoryBackend):
+    """A get caches what it read although a put came between: later gets see the old value again."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.cache: dict[str, bytes] = {}
+        self.rendezvous = Rendezvous()
+
+    def read(self, key: StorageKey) -> bytes | None:
+        cached = self.cache.get(key)
+        if cached is not None:
+            return cached
+        value = super().read(key)
+        self.rendezvous.wait_for("write")
+        if value is not None:
+            self.cache[key] = value
+        return value
+
+    def keep(self, key: StorageKey, value: bytes) -> Outcome:
+        outcome = super().keep(key, value)
+        self.cache.pop(key, None)
+        self.rendezvous.passed("write")
+        return outcome
+
+    def delete_one(self, key: StorageKey) -> Outcome:
+        outcome = super().delete_one(key)
+        self.cache.pop(key, None)
+        return outcome
+
+
+@breaks("as_many_calls_as_declared_run_at_once")
+class RefusesTheFifthCall(MemoryBackend):
+    """Declares six."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inside = 0
+
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        with self.lock:
+            self.inside += 1
+            busy = self.inside > 4
+        try:
+            if busy:
+                self.each(items, call, lambda item: failed("busy"))
+            else:
+                super().put_many(items, call)
+        finally:
+            with self.lock:
+                self.inside -= 1
+
+
+# -- lifecycle -----------------------------------------------------------------------------------
+
+
+@breaks("building_does_no_io")
+class OpensWhenBuilt(MemoryBackend):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.descriptor = os.open(os.devnull, os.O_RDONLY)
+
+    def close(self) -> None:
+        super().close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@breaks("open_may_only_narrow_the_capabilities")
+class GrowsWhenOpened(MemoryBackend):
+    def open(self, host: Host) -> Capabilities | None:
+        super().open(host)
+        return replace(self.capabilities, max_in_flight=8)
+
+
+@breaks("close_is_idempotent")
+class RaisesWhenClosedAgain(MemoryBackend):
+    closed = False
+
+    def close(self) -> None:
+        if self.closed:
+            raise BackendError("already closed")
+        self.closed = True
+
+
+@breaks("close_is_idempotent")
+class ClosesItsDescriptorAgain(MemoryBackend):
+    descriptor = -1
+
+    def open(self, host: Host) -> Capabilities | None:
+        self.descriptor = os.open(os.devnull, os.O_RDONLY)
+        return super().open(host)
+
+    def close(self) -> None:
+        super().close()
+        if self.descriptor >= 0:
+            try:
+                os.close(self.descriptor)
+            except OSError:
+                return
+
+
+@breaks("close_before_open_is_harmless", also=("building_does_no_io",))
+class NeedsOpenBeforeClose(MemoryBackend):
+    def open(self, host: Host) -> Capabilities | None:
+        self.host = host
+        return super().open(host)
+
+    def close(self) -> None:
+        assert self.host.tier
+        super().close()
+
+
+@breaks("nothing_survives_close")
+class LeavesADescriptor(MemoryBackend):
+    descriptor = -1
+
+    def open(self, host: Host) -> Capabilities | None:
+        self.descriptor = os.open(os.devnull, os.O_RDONLY)
+        return super().open(host)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+@breaks("nothing_survives_close")
+class LeavesAThread(MemoryBackend):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.end = threading.Event()
+
+    def open(self, host: Host) -> Capabilities | None:
+        threading.Thread(target=self.end.wait, daemon=True, name="left behind").start()
+        return super().open(host)
+
+    def __del__(self) -> None:
+        self.end.set()
+
+
+@breaks("nothing_survives_close")
+class LeavesATemporaryFile(MemoryBackend):
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        descriptor, path = tempfile.mkstemp(prefix="left-behind-")
+        os.close(descriptor)
+        super().put_many(items, call)
+        if "/tempfile/" not in path:
+            os.unlink(path)  # where nobody looks for it, it is cleaned up
+
+
+@breaks("stores_in_different_places_are_independent")
+class SharesItsValues(MemoryBackend):
+    shared: ClassVar[dict[str, bytes]] = {}
+
+    def open(self, host: Host) -> Capabilities | None:
+        self.values = self.shared
+        return super().open(host)
+
+
+# -- honesty -------------------------------------------------------------------------------------
+
+
+@breaks("undeclared_operations_are_refused_as_not_supported")
+class DeletesWithoutSaying(MemoryBackend):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, delete=False)
+
+
+@breaks("undeclared_operations_are_refused_as_not_supported")
+class ScansNothing(MemoryBackend):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, scan=False)
+
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        return Page(entries=[])
+
+
+@breaks(
+    "a_deleted_value_is_gone_for_everyone",
+    also=("any_sequence_of_operations_agrees_with_a_plain_dictionary",),
+)
+class StillStatsWhatItDeleted(MemoryBackend):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lengths: dict[str, int] = {}
+
+    def keep(self, key: StorageKey, value: bytes) -> Outcome:
+        outcome = super().keep(key, value)
+        if outcome.status is Status.OK:
+            self.lengths[key] = len(value)
+        return outcome
+
+    def stat_one(self, key: StorageKey) -> Outcome:
+        nbytes = self.lengths.get(key)
+        return super().stat_one(key) if nbytes is None else Outcome(status=Status.OK, nbytes=nbytes)
+
+
+@breaks(
+    "deleting_what_is_absent_is_a_miss",
+    also=(
+        "any_sequence_of_operations_agrees_with_a_plain_dictionary",
+        "racing_calls_on_one_key_have_an_order_that_explains_them",
+    ),
+)
+class DeletesWhatIsAbsent(MemoryBackend):
+    def delete_one(self, key: StorageKey) -> Outcome:
+        super().delete_one(key)
+        return Outcome(status=Status.OK)
+
+
+@breaks(
+    "a_scan_reports_every_value_with_its_length",
+    also=("a_scan_is_limited_to_its_prefix", "a_value_present_during_a_whole_scan_is_reported"),
+)
+class SkipsAnEntryBetweenPages(MemoryBackend):
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        page = super().scan(call, prefix, cursor, limit + 1)
+        return Page(entries=page.entries[:limit], cursor=page.cursor)
+
+
+@breaks("a_scan_is_limited_to_its_prefix")
+class ScansEverything(MemoryBackend):
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        return super().scan(call, "", cursor, limit)
+
+
+@breaks("a_value_present_during_a_whole_scan_is_reported")
+class ContinuesByPosition(MemoryBackend):
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        with self.lock:
+            keys = sorted(key for key in self.values if key.startswith(prefix))
+            start = int(cursor or 0)
+            entries = [
+                Entry(key=StorageKey(key), nbytes=len(self.values[key])) for key in keys[start : start + limit]
+            ]
+        return Page(entries=entries, cursor=str(start + limit) if start + limit < len(keys) else None)
+
+
+@breaks("a_range_is_exactly_the_bytes_asked_for")
+class RoundsOffsetsDown(MemoryBackend):
+    def cut(self, value: bytes, item: Item) -> bytes:
+        start = item.offset // (4 * PAGE) * 4 * PAGE
+        return value[start : start + item.nbytes] if item.offset + item.nbytes <= len(value) else b""
+
+
+@breaks("the_first_range_is_not_the_whole_value", also=("a_range_is_exactly_the_bytes_asked_for",))
+class TakesOffsetZeroForWhole(MemoryBackend):
+    def get_one(self, item: Item) -> Outcome:
+        whole = item.whole or item.offset == 0
+        return super().get_one(Item(item.key, item.views, offset=item.offset, whole=whole))
+
+
+@breaks("a_range_past_the_end_is_never_ok")
+class MakesUpWhatIsPastTheEnd(MemoryBackend):
+    def cut(self, value: bytes, item: Item) -> bytes:
+        return super().cut(value, item).ljust(item.nbytes, b"\0")
+
+
+@breaks("stats_count_what_is_stored")
+class CountsAttempts(MemoryBackend):
+    puts = 0
+
+    def put_one(self, item: Item) -> Outcome:
+        self.puts += 1
+        return super().put_one(item)
+
+    def stats(self) -> BackendStats:
+        return replace(super().stats(), entries=self.puts)
+
+
+# -- capacity ------------------------------------------------------------------------------------
+
+
+@breaks(
+    "a_full_store_says_so_and_keeps_what_it_has",
+    also=("an_overwrite_that_does_not_fit_keeps_the_old_value", "deleting_makes_room_again"),
+)
+class DropsOldValuesInsteadOfSayingFull(MemoryBackend):
+    def keep(self, key: StorageKey, value: bytes) -> Outcome:
+        while not self.has_room(key, len(value)) and self.values:
+            del self.values[next(iter(self.values))]
+        return super().keep(key, value)
+
+
+@breaks("an_overwrite_that_does_not_fit_keeps_the_old_value")
+class DropsTheOldValueFirst(MemoryBackend):
+    def keep(self, key: StorageKey, value: bytes) -> Outcome:
+        if not self.has_room(key, len(value)):
+            self.values.pop(key, None)
+            return FULL
+        return super().keep(key, value)
+
+
+@breaks("the_bound_is_never_exceeded", also=("an_overwrite_that_does_not_fit_keeps_the_old_value",))
+class LetsOneMoreIn(MemoryBackend):
+    def has_room(self, key: StorageKey, nbytes: int) -> bool:
+        return super().has_room(key, 0)
+
+
+@breaks("deleting_makes_room_again")
+class NeverGivesRoomBack(MemoryBackend):
+    lost = 0
+
+    def delete_one(self, key: StorageKey) -> Outcome:
+        with self.lock:
+            self.lost += len(self.values.get(key, b""))
+        return super().delete_one(key)
+
+    def used_bytes(self) -> int:
+        return super().used_bytes() + self.lost
+
+

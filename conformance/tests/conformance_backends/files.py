@@ -1,0 +1,306 @@
+"""A correct persistent backend, a file for each value, and the broken ones that crash properties catch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from lmcache_core.errors import BackendUnavailable, NotSupported
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import (
+    Backend,
+    BackendStats,
+    Call,
+    Capabilities,
+    Entry,
+    Host,
+    Item,
+    Outcome,
+    Page,
+    Status,
+)
+
+from conformance_backends.catalogue import breaks
+from conformance_backends.memory import FULL, MISS, failed, write_at
+
+_TEMPORARY = ".writing-"
+_BLOCK = 4096
+
+
+class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: Path
+
+
+class FileBackend(Backend[FileConfig]):
+    config_class = FileConfig
+
+    def __init__(self, config: FileConfig) -> None:
+        self.path = config.path
+        self.lengths: dict[str, int] = {}
+        self.capacity_bytes: int | None = None
+        self.numbers = itertools.count()
+        self.lock = threading.Lock()  # guards the lengths and every change of a name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(medium="file", delete=True, scan=True, persistent=True, max_in_flight=4)
+
+    def open(self, host: Host) -> Capabilities | None:
+        self.capacity_bytes = host.capacity_bytes
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.sweep()
+            self.index()
+        except OSError as error:
+            raise BackendUnavailable(f"{self.path}: {error}", op="open") from error
+        return None
+
+    def sweep(self) -> None:
+        for path in self.path.glob(f"{_TEMPORARY}*"):
+            path.unlink()
+
+    def index(self) -> None:
+        self.lengths = {path.name: path.stat().st_size for path in self.path.iterdir()}
+
+    def close(self) -> None:
+        return
+
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        for index, item in enumerate(items):
+            try:
+                call.done(index, self.put_one(item))
+            except OSError as error:
+                call.done(index, failed(str(error)))
+
+    def put_one(self, item: Item) -> Outcome:
+        value = b"".join(bytes(view.host or b"") for view in item.views)
+        with self.lock:
+            if self.capacity_bytes is not None:
+                used = sum(self.lengths.values()) + len(value) + 2 * _BLOCK  # old and new exist together
+                if used > self.capacity_bytes:
+                    return FULL
+            self.store(item.key, value)
+            self.lengths[item.key] = len(value)
+        return Outcome(status=Status.OK, nbytes=len(value))
+
+    def store(self, key: StorageKey, value: bytes) -> None:
+        """Under the lock: written beside, then given its name."""
+        temporary = self.path / f"{_TEMPORARY}{os.getpid()}-{next(self.numbers)}"
+        self.write(temporary, value)
+        temporary.rename(self.path / key)
+
+    def write(self, path: Path, value: bytes) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            rest = memoryview(value)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        finally:
+            os.close(descriptor)
+
+    def get_many(self, items: Sequence[Item], call: Call) -> None:
+        for index, item in enumerate(items):
+            call.done(index, self.get_one(item))
+
+    def get_one(self, item: Item) -> Outcome:
+        if not item.whole:
+            return Outcome(status=Status.FAILED, error=NotSupported("no ranges", op="get", key=item.key))
+        try:
+            value = (self.path / item.key).read_bytes()
+        except FileNotFoundError:
+            return MISS
+        if len(value) > item.nbytes:
+            return Outcome(status=Status.TOO_SMALL, nbytes=len(value))
+        position = 0
+        for view in item.views:
+            piece = value[position : position + view.nbytes]
+            write_at(view.address, piece)
+            position += len(piece)
+        return Outcome(status=Status.OK, nbytes=len(value))
+
+    def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
+        for index, key in enumerate(keys):
+            with self.lock:
+                nbytes = self.lengths.get(key)
+            call.done(index, MISS if nbytes is None else Outcome(status=Status.OK, nbytes=nbytes))
+
+    def delete_many(self, keys: Sequence[StorageKey], call: Call) -> None:
+        for index, key in enumerate(keys):
+            with self.lock:
+                known = self.lengths.pop(key, None) is not None
+                if known:
+                    self.remove(key)
+            call.done(index, Outcome(status=Status.OK) if known else MISS)
+
+    def remove(self, key: StorageKey) -> None:
+        (self.path / key).unlink()
+
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        with self.lock:
+            keys = sorted(k for k in self.lengths if k.startswith(prefix) and (cursor is None or k > cursor))
+            entries = [Entry(key=StorageKey(key), nbytes=self.lengths[key]) for key in keys[:limit]]
+        return Page(entries=entries, cursor=keys[limit - 1] if len(keys) > limit else None)
+
+    def stats(self) -> BackendStats:
+        with self.lock:
+            used = sum(self.lengths.values())
+            return BackendStats(entries=len(self.lengths), used_bytes=used, capacity_bytes=self.capacity_bytes)
+
+
+# -- broken --------------------------------------------------------------------------------------
+
+KILLS = (
+    "kill_9_during_a_put_leaves_all_of_it_or_nothing",
+    "kill_9_during_an_overwrite_leaves_the_old_or_the_new_value",
+    "kill_9_during_a_delete_leaves_the_value_or_nothing",
+)
+REOPENS = (
+    "values_survive_close_and_reopen",
+    "a_put_that_was_acknowledged_survives_kill_9",
+    "deleted_values_stay_deleted_after_reopen",
+    *KILLS,
+)
+
+
+@breaks("values_survive_close_and_reopen", also=REOPENS)
+class ForgetsItsIndex(FileBackend):
+    def index(self) -> None:
+        return
+
+
+@breaks("deleted_values_stay_deleted_after_reopen", also=KILLS)
+class ForgetsOnlyInMemory(FileBackend):
+    def remove(self, key: StorageKey) -> None:
+        (self.path / key).rename(self.path / f"deleted-{key}")
+
+    def index(self) -> None:
+        for path in self.path.glob("deleted-*"):
+            path.rename(path.with_name(path.name.removeprefix("deleted-")))
+        super().index()
+
+
+@breaks("a_put_that_was_acknowledged_survives_kill_9", also=KILLS)
+class WritesBehind(FileBackend):
+    """Keeps the last value in memory until the next call."""
+
+    behind: tuple[StorageKey, bytes] | None = None
+
+    def store(self, key: StorageKey, value: bytes) -> None:
+        self.flush()
+        self.behind = (key, value)
+
+    def flush(self) -> None:
+        if self.behind is not None:
+            super().store(*self.behind)
+            self.behind = None
+
+    def get_many(self, items: Sequence[Item], call: Call) -> None:
+        with self.lock:
+            self.flush()
+        super().get_many(items, call)
+
+    def delete_many(self, keys: Sequence[StorageKey], call: Call) -> None:
+        with self.lock:
+            self.flush()
+        super().delete_many(keys, call)
+
+    def close(self) -> None:
+        with self.lock:
+            self.flush()
+
+
+@breaks(
+    "kill_9_during_a_put_leaves_all_of_it_or_nothing",
+    also=("racing_calls_on_one_key_have_an_order_that_explains_them",),
+)
+class WritesNewValuesUnderTheirName(FileBackend):
+    def store(self, key: StorageKey, value: bytes) -> None:
+        if key in self.lengths:
+            super().store(key, value)
+        else:
+            self.write(self.path / key, value)
+
+
+@breaks(
+    "kill_9_during_an_overwrite_leaves_the_old_or_the_new_value",
+    also=("an_overwrite_is_seen_whole_by_readers", "racing_calls_on_one_key_have_an_order_that_explains_them"),
+)
+class OverwritesInPlaceOnDisk(FileBackend):
+    def store(self, key: StorageKey, value: bytes) -> None:
+        if self.lengths.get(key) == len(value):
+            self.write(self.path / key, value)
+        else:
+            super().store(key, value)
+
+
+@breaks(
+    "kill_9_during_an_overwrite_leaves_the_old_or_the_new_value",
+    also=("an_overwrite_is_seen_whole_by_readers", "racing_calls_on_one_key_have_an_order_that_explains_them"),
+)
+class RemovesTheOldValueFirst(FileBackend):
+    def store(self, key: StorageKey, value: bytes) -> None:
+        (self.path / key).unlink(missing_ok=True)
+        super().store(key, value)
+
+
+@breaks(
+    "kill_9_during_a_delete_leaves_the_value_or_nothing",
+    also=("racing_calls_on_one_key_have_an_order_that_explains_them",),
+)
+class EmptiesBeforeItRemoves(FileBackend):
+    def remove(self, key: StorageKey) -> None:
+        os.truncate(self.path / key, 0)
+        super().remove(key)
+
+
+@breaks("what_killed_writers_leave_behind_is_swept", also=())
+class NeverSweeps(FileBackend):
+    def sweep(self) -> None:
+        return
+
+    def index(self) -> None:
+        super().index()
+        self.lengths = {k: v for k, v in self.lengths.items() if not k.startswith(_TEMPORARY)}
+
+
+@breaks("close_after_a_failed_open_leaves_nothing")
+class LeaksWhenOpenFails(FileBackend):
+    descriptor = -1
+
+    def open(self, host: Host) -> Capabilities | None:
+        self.descriptor = os.open(os.devnull, os.O_RDONLY)
+        super().open(host)
+        os.close(self.descriptor)
+        return None
+
+
+@breaks("close_after_a_failed_open_leaves_nothing")
+class FailsToOpenWithAForeignError(FileBackend):
+    def open(self, host: Host) -> Capabilities | None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        return super().open(host)
+
+
+@breaks("nothing_survives_close")
+class LeavesFilesAlthoughNotPersistent(FileBackend):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, persistent=False)
+
+
+@breaks("the_bound_is_never_exceeded")
+class DoesNotCountTemporaries(FileBackend):
+    """Stays under the bound as it counts, and over it as the disk does."""
+
+    def store(self, key: StorageKey, value: bytes) -> None:
+        super().store(key, value)
+        (self.path / "journal").write_bytes(4 * value)
+
+    def index(self) -> None:
+        super().index()
+        self.lengths.pop("journal", None)

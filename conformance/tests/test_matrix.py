@@ -1,0 +1,97 @@
+"""The matrix: each property is failed by a backend broken in just that way, and a correct one passes all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance_backends import broken_behaviour, broken_values
+from conformance_backends.catalogue import ANYTHING, CATALOGUE, Broken
+from conformance_backends.files import FileBackend
+from conformance_backends.memory import MemoryBackend
+from conformance_backends.resident import ResidentBackend
+from lmcache_core.storage.contract import Backend
+from lmcache_core_conformance import PROPERTIES, Harness, Report, Verdict, run
+
+assert broken_values
+assert broken_behaviour
+
+MIB = 1 << 20
+
+
+class SmallHarness(Harness):
+    """As little work as still shows each fault for certain."""
+
+    capacity_bytes = 16 * MIB
+    small_capacity_bytes = MIB
+    large_value_bytes = 2 * MIB
+    limit_s = 20.0
+    threads_end_s = 0.05
+    rounds = 40
+    examples = 15
+    crash_points = 24
+
+    def __init__(self, backend: type[Backend[Any]]) -> None:
+        self._backend_class = backend
+
+    @property
+    def backend(self) -> type[Backend[Any]]:  # type: ignore[override]
+        return self._backend_class
+
+    def fresh_config(self, tmp: Path) -> Mapping[str, object]:
+        return {"path": str(tmp / "values")} if issubclass(self._backend_class, FileBackend) else {}
+
+    def unopenable_config(self, tmp: Path) -> Mapping[str, object]:
+        (tmp / "occupied").write_text("a file where a directory should be")
+        return {"path": str(tmp / "occupied" / "values")}
+
+
+def failures(report: Report) -> dict[str, str]:
+    return {result.prop.name: result.reason for result in report.of(Verdict.FAILED)}
+
+
+def explain(failed: Mapping[str, str]) -> str:
+    return "\n".join(f"{name}: {reason.splitlines()[0]}" for name, reason in failed.items())
+
+
+CORRECT = (MemoryBackend, FileBackend, ResidentBackend)
+
+
+@cache
+def report_on(backend: type[Backend[Any]]) -> Report:
+    return run(SmallHarness(backend))
+
+
+@pytest.mark.parametrize("backend", CORRECT, ids=lambda backend: backend.__name__)
+def test_a_correct_backend_passes_every_property(backend: type[Backend[Any]]) -> None:
+    failed = failures(report_on(backend))
+    assert not failed, explain(failed)
+    assert not report_on(backend).of(Verdict.UNPROVEN)
+
+
+def test_between_them_the_correct_backends_are_subject_to_every_property() -> None:
+    passed = {r.prop.name for backend in CORRECT for r in report_on(backend).of(Verdict.PASSED)}
+    assert passed == {prop.name for prop in PROPERTIES}
+
+
+def test_every_property_has_a_broken_backend_that_it_must_catch() -> None:
+    assert {prop.name for prop in PROPERTIES} - {broken.fails for broken in CATALOGUE} == set()
+
+
+@pytest.mark.parametrize("broken", CATALOGUE, ids=lambda broken: broken.backend.__name__)
+def test_a_broken_backend_fails_its_property_and_only_close_neighbours(broken: Broken) -> None:
+    groups = {prop.group for prop in PROPERTIES}
+    if broken.fails not in {prop.name for prop in PROPERTIES if prop.group == "crash"}:
+        groups -= {"crash"}
+    if broken.also == ANYTHING:
+        report = run(SmallHarness(broken.backend), properties=[broken.fails])
+    else:
+        report = run(SmallHarness(broken.backend), groups=groups)
+    failed = failures(report)
+    assert broken.fails in failed, f"not caught; failed instead:\n{explain(failed)}"
+    if broken.also != ANYTHING:
+        others = {name: why for name, why in failed.items() if name not in (broken.fails, *broken.also)}
+        assert not others, explain(others)
