@@ -57,16 +57,19 @@ def build_chain(
     chain.on_close(verifier.close)
     try:
         for prepared in tiers:
-            tier = prepared.config
-            policy = Policy(write=tier.write == "through", promote=tier.promote, deadline_s=tier.deadline)
-            if prepared.resident:
-                chain.add(_memory_tier(tier, prepared.make(), chain, parts, events), policy)
-            else:
-                storage_tier = _storage_tier(
-                    tier, prepared.make, config, chain, parts, verifier, events, clock
-                )
-                chain.add(storage_tier, policy)
-                storage_tier.open(clock() + OPEN_DEADLINE_S)
+            try:
+                tier = prepared.config
+                policy = Policy(write=tier.write == "through", promote=tier.promote, deadline_s=tier.deadline)
+                if prepared.resident:
+                    chain.add(_memory_tier(tier, prepared.make(), chain, parts, events), policy)
+                else:
+                    storage_tier = _storage_tier(
+                        tier, prepared.make, config, chain, parts, verifier, events, clock
+                    )
+                    chain.add(storage_tier, policy)
+                    storage_tier.open(clock() + OPEN_DEADLINE_S)
+            except ConfigError as error:
+                raise ConfigError(f"{prepared.where}: {error}") from error
     except BaseException:
         chain.close(clock())
         raise

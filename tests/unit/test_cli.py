@@ -51,6 +51,8 @@ class Shelf(Backend[Options]):
         return Capabilities(medium="file", delete=True, scan=False)
 
     def open(self, host: Host) -> None:
+        if self._config.path == Path("/forbidden"):
+            raise ConfigError("path /forbidden: choose a directory that you can write to")
         if self._config.refuse:
             raise BackendUnavailable(self._config.refuse)
         self.opened.append(self._config.path)
@@ -159,6 +161,12 @@ def test_open_names_the_tier_that_does_not_and_why(run: Callable[..., Result]) -
     assert result.exit_code == 1
     assert "cache.yaml: tiers[1]: can't be opened: " in result.output
     assert "broken wire" in result.output
+
+
+def test_open_names_the_tier_whose_options_cant_work(run: Callable[..., Result]) -> None:
+    result = run("config", "check", "--open", write(one_tier(options="{path: /forbidden}")))
+    expected = "Error: cache.yaml: tiers[0]: path /forbidden: choose a directory that you can write to\n"
+    assert (result.exit_code, result.output) == (1, expected)
 
 
 def test_the_schema_is_printed_as_json(run: Callable[..., Result]) -> None:
