@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from lmcache_core.errors import LeaseError
+from lmcache_core.events import LeaseLost
 
 if TYPE_CHECKING:
     from lmcache_core.identity.keys import StorageKey
@@ -38,6 +39,7 @@ class Lease:
     """
 
     __slots__ = (
+        "_claim",
         "_exporter",
         "_ledger",
         "_memory",
@@ -51,6 +53,7 @@ class Lease:
     )
 
     def __init__(self, ledger: Ledger, slot: Slot, nbytes: int, owner: str) -> None:
+        self._claim = [slot]  # who pops it gives the lease back: one thread alone, without a lock
         self._slot: Slot | None = slot
         self._ledger = ledger
         self._memory: memoryview | None = None
@@ -92,6 +95,8 @@ class Lease:
             slot = self._slot
             if slot is not None:
                 ledger.add_lease(slot)
+        if ledger.notes:
+            ledger.collect()
         if slot is None:
             raise LeaseError(f"a lease of {self.owner} was shared after its release")
         return Lease(ledger, slot, self.nbytes, owner)
@@ -113,28 +118,29 @@ class Lease:
             if slot is not None:
                 held = Hold(ledger, slot, self.nbytes, tag, on_evict)
                 ledger.add_hold(slot, held.reference, on_evict is None)
+        if ledger.notes:
+            ledger.collect()
         if slot is None:
             raise LeaseError(f"a lease of {self.owner} was held after its release")
         return held
 
     def release(self) -> None:
-        """Ends the access. The memory is reused once nothing leases, holds or views it.
+        """Ends the access; never blocks. The memory is reused once nothing leases, holds or views it.
 
         Raises:
             LeaseError: already released.
         """
-        ledger = self._ledger
-        with ledger.lock:
-            slot = self._slot
-            self._slot = None
-            if slot is not None and self._exporter is None:
-                ledger.remove_lease(slot)
-        if slot is None:
-            raise LeaseError(f"a lease of {self.owner} was released twice")
-        if self._exporter is not None:
-            self._withdraw(slot)
-        if ledger.abandoned:
-            ledger.collect()
+        try:
+            slot = self._claim.pop()
+        except IndexError:
+            raise LeaseError(f"a lease of {self.owner} was released twice") from None
+        self._slot = None
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            with contextlib.suppress(BufferError):  # in use now: quarantined until that is over
+                memory.release()
+            del memory
+        self._ledger.post(self._end, slot)
 
     def __enter__(self) -> Self:
         return self
@@ -146,10 +152,11 @@ class Lease:
             self.release()
 
     def __del__(self) -> None:
-        slot = self._slot
-        if slot is not None:  # runs anywhere, perhaps under a lock or at exit: only leave a note
+        if self._claim:
+            slot = self._claim.pop()
             self._memory = None
-            self._ledger.lose(slot, self._exporter, (self.owner, self.nbytes, self.origin))
+            event = LeaseLost(owner=self.owner, nbytes=self.nbytes, origin=self.origin)
+            self._ledger.post(self._ledger.lose_lease, slot, self._exporter, event)
 
     def __repr__(self) -> str:
         state = "released" if self._slot is None else f"offset={self.offset}"
@@ -158,25 +165,21 @@ class Lease:
     def _export(self) -> memoryview:
         ledger = self._ledger
         with ledger.lock:
-            if self._slot is None:
-                raise LeaseError(f"a lease of {self.owner} was used after its release")
-            if self._memory is None:
+            if self._slot is not None and self._memory is None:
                 # An exporter of this lease's own: it lives exactly as long as anything views these bytes.
                 array_type = _array_type(self.nbytes)
                 exporter = array_type.from_buffer(ledger.mapping.memory, ledger.mapping.start + self.offset)
                 self._exporter = weakref.ref(exporter)
                 self._memory = memoryview(exporter).cast("B")
-            return self._memory
+            memory = self._memory
+        if ledger.notes:
+            ledger.collect()
+        if memory is None:
+            raise LeaseError(f"a lease of {self.owner} was used after its release")
+        return memory
 
-    def _withdraw(self, slot: Slot) -> None:
-        """Invalidates the view given out; quarantines `slot` while other views of it live."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            with contextlib.suppress(BufferError):  # in use now; the exporter tells when that is over
-                memory.release()
-            del memory
-        assert self._exporter is not None
-        self._ledger.quarantine(slot, self._exporter)
+    def _end(self, slot: Slot) -> None:
+        self._ledger.end_lease(slot, self._exporter)
 
 
 class Hold:
@@ -237,6 +240,8 @@ class Hold:
             slot = self._slot
             if slot is not None:
                 ledger.add_lease(slot)
+        if ledger.notes:
+            ledger.collect()
         if slot is None:
             return None
         return Lease(ledger, slot, self.nbytes, owner)
@@ -262,30 +267,29 @@ class Hold:
         """
         ledger = self._ledger
         with ledger.lock:
+            ledger.settle()
             slot = self._slot
-            if slot is None or slot.leases:
-                return False
-            ended = ledger.end_holds(slot, self)
-        if ledger.abandoned:
+            ended = ledger.end_holds(slot, self) if slot is not None and not slot.leases else []
+        if ledger.notes:
             ledger.collect()
         for hold in ended:
             if hold is not self:
                 hold.tell_evicted()
-        return True
+        return bool(ended)
 
     def drop(self) -> None:
-        """Ends this reference alone, without telling anyone. Idempotent."""
-        ledger = self._ledger
-        with ledger.lock:
-            self.end()
-        if ledger.abandoned:
-            ledger.collect()
+        """Ends this reference alone, without telling anyone. Idempotent, never blocks."""
+        slot = self._slot
+        if slot is not None:
+            self._slot = None
+            self._ledger.post(self._end, slot)
 
     def end(self) -> None:
-        """For the pool: ends this hold, with the ledger's lock held."""
-        slot, self._slot = self._slot, None
+        """For the pool: `drop`, with the ledger's lock held."""
+        slot = self._slot
         if slot is not None:
-            self._ledger.remove_hold(slot, self.reference, self._on_evict is None, self.tick)
+            self._slot = None
+            self._end(slot)
 
     def tell_evicted(self) -> None:
         """For the pool: runs `on_evict`, without a lock."""
@@ -294,9 +298,14 @@ class Hold:
 
     def __del__(self) -> None:
         slot = self._slot
-        if slot is not None:  # as in Lease.__del__
-            self._ledger.forget(slot, self.reference, self._on_evict is None, self.tick)
+        if slot is not None:
+            self._slot = None
+            ledger = self._ledger
+            ledger.post(ledger.remove_hold, slot, self.reference, self._on_evict is None, self.tick)
 
     def __repr__(self) -> str:
         state = "dropped" if self._slot is None else ("resident" if self._on_evict is None else "waiting")
         return f"Hold(tag={self.tag!r}, nbytes={self.nbytes}, {state})"
+
+    def _end(self, slot: Slot) -> None:
+        self._ledger.remove_hold(slot, self.reference, self._on_evict is None, self.tick)

@@ -23,14 +23,14 @@ class Ledger:
     """Counts leases and holds, frees a slot when its last one goes, and wakes who waits for that.
 
     Methods are called with `lock` held unless they say otherwise. Nothing is called out to under it.
-    `__del__` and weakref callbacks run anywhere, even inside a critical section of the same thread, so
-    they only leave a note in `abandoned` and settle it if the lock happens to be free. Whoever releases
-    the lock calls `collect` when there are notes: so none stays behind.
+    What gives memory back (release, drop, a finalizer, a dying view) may run anywhere, even from a
+    garbage collection inside a critical section of the same thread: so it never waits for the lock,
+    but posts a note of what is to be done. Whoever takes the lock settles the notes there are before
+    it reads, and calls `collect` after it let go: so none stays behind.
     """
 
     def __init__(self, table: SlabTable, mapping: Mapping, *, reserved_bytes: int, debug: bool) -> None:
         self.lock = threading.Lock()  # guards the table, the counts of every slot, and the numbers below
-        self.changed = threading.Condition(self.lock)
         self.table = table
         self.mapping = mapping
         self.debug = debug
@@ -40,26 +40,31 @@ class Ledger:
         self.draining = False  # some thread is emptying slabs
         self.num_drained_slabs = 0
         self.closed = False
-        self.num_waiting = 0  # threads in `changed.wait`
+        self.waiters: list[threading.Lock] = []  # each is released once, when something may have changed
         self.num_leases = 0
         self.num_holds = 0
         self.leased_bytes = 0  # slots with a lease, quarantined ones included
         self.held_bytes = 0  # slots with a hold
         self.num_lost = 0
         self.latest_tick = 0  # written without the lock: it only orders holds that nobody touched
-        self.abandoned: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
+        self.notes: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         self.lost: deque[LeaseLost] = deque()  # to be reported by a call that may call out
-        self.quarantined: dict[Exporter, Slot] = {}
+        self.quarantined: dict[int, tuple[Exporter, Slot]] = {}  # by the id of the reference
 
-    def may_lease(self, nbytes: int, reserve: bool) -> bool:
-        return reserve or self.leased_bytes + nbytes <= self.unreserved_bytes
+    def room(self, reserve: bool) -> int:
+        """Bytes that may be leased on top of what is: how much is free or evictable is another matter."""
+        return (self.table.capacity_bytes if reserve else self.unreserved_bytes) - self.leased_bytes
+
+    def slot_nbytes(self, nbytes: int, reserve: bool) -> int:
+        """The slot size that a frame of `nbytes` gets."""
+        return self.table.slot_nbytes(nbytes, at_most=self.room(reserve))
 
     def take(self, slot_nbytes: int, reserve: bool, *, larger: bool = False) -> Slot | None:
-        """A leased slot of this size, or `larger`, where one is free."""
-        if self.closed or not self.may_lease(slot_nbytes, reserve):
+        """A leased slot of this size, or a `larger` one, where one is free."""
+        room = self.room(reserve)
+        if self.closed or slot_nbytes > room:
             return None
-        table = self.table
-        slot = table.take_larger(slot_nbytes) if larger else table.take(slot_nbytes)
+        slot = self.table.take_larger(slot_nbytes, room) if larger else self.table.take(slot_nbytes)
         if slot is not None:
             self.add_lease(slot)
         return slot
@@ -74,9 +79,22 @@ class Ledger:
         slot.leases += 1
         self.num_leases += 1
 
-    def remove_lease(self, slot: Slot) -> None:
+    def end_lease(self, slot: Slot, reference: Exporter | None) -> None:
+        """Ends a lease, or quarantines the slot while something views the bytes it exported."""
         self.num_leases -= 1
-        self._end_access(slot)
+        exporter = reference() if reference is not None else None
+        if exporter is None:
+            self._end_access(slot)
+            return
+        watch = weakref.ref(exporter, self._unviewed)
+        self.quarantined[id(watch)] = watch, slot
+        del exporter  # perhaps the last reference: then `_unviewed` runs here and posts a note
+
+    def lose_lease(self, slot: Slot, reference: Exporter | None, event: LeaseLost) -> None:
+        """A lease was garbage-collected."""
+        self.num_lost += 1
+        self.lost.append(event)
+        self.end_lease(slot, reference)
 
     def add_hold(self, slot: Slot, reference: weakref.ref[Hold], resident: bool) -> None:
         """The slot is leased by the caller, so it is no orphan."""
@@ -101,7 +119,7 @@ class Ledger:
         if tick >= slot.slab.newest:
             slot.slab.stale = True
         if not slot.leases:
-            self._settle(slot)
+            self._unleased(slot)
 
     def end_holds(self, slot: Slot, hold: Hold) -> list[Hold]:
         """Ends `hold`, and with it all waiting writes unless another resident stays. Returns the ended."""
@@ -119,39 +137,48 @@ class Ledger:
         if tick > self.latest_tick:
             self.latest_tick = tick
 
-    def quarantine(self, slot: Slot, exporter: Exporter) -> None:
-        """Ends a lease whose bytes were looked at: frees them once no view is left.
+    def post(self, settle: Callable[..., None], *note: object) -> None:
+        """Has `settle(*note)` run under the lock: now if it is free, else by who holds it.
 
-        Called without the lock.
+        Called without the lock or with it, from anywhere. Never blocks.
         """
-        with self.lock:
-            self.num_leases -= 1
-            self._end_viewed(slot, exporter)
-        if self.abandoned:
-            self.collect()
-
-    def lose(self, slot: Slot, exporter: Exporter | None, event: tuple[str, int, str]) -> None:
-        """A lease was garbage-collected. Called without the lock, from anywhere."""
-        self.abandoned.append((self._settle_lost, (slot, exporter, event)))
-        self.collect()
-
-    def forget(self, slot: Slot, reference: weakref.ref[Hold], resident: bool, tick: int) -> None:
-        """A hold was garbage-collected. Called without the lock, from anywhere."""
-        self.abandoned.append((self.remove_hold, (slot, reference, resident, tick)))
+        self.notes.append((settle, note))
         self.collect()
 
     def collect(self) -> None:
-        """Settles the notes in `abandoned` unless somebody holds the lock, who will. Never blocks."""
-        while self.abandoned and self.lock.acquire(blocking=False):
+        """Settles the notes unless somebody holds the lock, who will. Called as `post`."""
+        while self.notes and self.lock.acquire(blocking=False):
             try:
-                self.settle_abandoned()
+                self.settle()
             finally:
                 self.lock.release()
 
-    def settle_abandoned(self) -> None:
-        while self.abandoned:
-            settle, note = self.abandoned.popleft()
+    def settle(self) -> None:
+        while self.notes:
+            settle, note = self.notes.popleft()
             settle(*note)
+
+    def wait(self, seen: int, timeout_s: float, *, for_drain: bool) -> None:
+        """Blocks until the generation is not `seen`, or a drain ends; at most for `timeout_s`.
+
+        With `for_drain`, not while there is none. Called without the lock.
+        """
+        waiter = threading.Lock()
+        with self.lock:
+            self.settle()
+            changed = self.generation != seen or (for_drain and not self.draining)
+            if not changed:
+                waiter.acquire()
+                self.waiters.append(waiter)
+        if self.notes:
+            self.collect()
+        if changed or waiter.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            return
+        with self.lock:
+            if waiter in self.waiters:
+                self.waiters.remove(waiter)
+        if self.notes:
+            self.collect()
 
     def wake_all(self) -> None:
         """What could not be evicted before may be tried again."""
@@ -161,8 +188,14 @@ class Ledger:
     def wake(self) -> None:
         """Something came free or may be evicted."""
         self.generation += 1
-        if self.num_waiting:
-            self.changed.notify_all()
+        self.stir()
+
+    def stir(self) -> None:
+        """Has those that wait look again."""
+        if self.waiters:
+            for waiter in self.waiters:
+                waiter.release()
+            self.waiters.clear()
 
     def check(self) -> None:
         """Asserts what must hold between calls."""
@@ -187,40 +220,22 @@ class Ledger:
         assert num_leases == self.num_leases + len(self.quarantined)
         assert num_holds == self.num_holds
 
-    def _end_viewed(self, slot: Slot, reference: Exporter) -> None:
-        exporter = reference()
-        if exporter is None:
-            self._end_access(slot)
-            return
-        self.quarantined[weakref.ref(exporter, self._unviewed)] = slot
-        del exporter  # perhaps the last reference: then `_unviewed` runs here and leaves a note
+    def _unviewed(self, watch: Exporter) -> None:
+        """The last view of a quarantined slot is gone. Called as `post`."""
+        self.post(self._end_quarantine, id(watch))
 
-    def _unviewed(self, reference: Exporter) -> None:
-        """The last view of a quarantined slot is gone. Called without the lock, from anywhere."""
-        self.abandoned.append((self._end_quarantine, (reference,)))
-        self.collect()
-
-    def _end_quarantine(self, reference: Exporter) -> None:
-        self._end_access(self.quarantined.pop(reference))
-
-    def _settle_lost(self, slot: Slot, exporter: Exporter | None, event: tuple[str, int, str]) -> None:
-        owner, nbytes, origin = event
-        self.num_lost += 1
-        self.lost.append(LeaseLost(owner=owner, nbytes=nbytes, origin=origin))
-        if exporter is None:
-            self.remove_lease(slot)
-        else:
-            self.num_leases -= 1
-            self._end_viewed(slot, exporter)
+    def _end_quarantine(self, watch_id: int) -> None:
+        _, slot = self.quarantined.pop(watch_id)
+        self._end_access(slot)
 
     def _end_access(self, slot: Slot) -> None:
         slot.leases -= 1
         if not slot.leases:
             slot.slab.num_leased -= 1
             self.leased_bytes -= slot.nbytes
-            self._settle(slot)
+            self._unleased(slot)
 
-    def _settle(self, slot: Slot) -> None:
+    def _unleased(self, slot: Slot) -> None:
         """`slot` has no lease: it is free, an orphan, or a resident that can be evicted."""
         if not slot.holds:
             if slot.orphan:

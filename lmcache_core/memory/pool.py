@@ -104,11 +104,14 @@ class MemoryPool:
 
     def try_allocate(self, nbytes: int, *, owner: str, reserve: bool = False) -> Lease | None:
         """A lease on `nbytes` of free memory with unspecified contents, or None. Evicts nothing."""
+        if nbytes <= 0:
+            raise ValueError(f"can't allocate {nbytes} bytes")
         self._report_lost()
         ledger = self._ledger
         with ledger.lock:
-            slot = ledger.take(ledger.table.slot_nbytes(_positive(nbytes)), reserve)
-        if ledger.abandoned:
+            ledger.settle()
+            slot = ledger.take(ledger.slot_nbytes(nbytes, reserve), reserve)
+        if ledger.notes:
             ledger.collect()
         return Lease(ledger, slot, nbytes, owner) if slot is not None else None
 
@@ -151,13 +154,14 @@ class MemoryPool:
         self._report_lost()
         ledger = self._ledger
         with ledger.lock:
+            ledger.settle()
             return PoolStats(
                 capacity_bytes=self.capacity_bytes,
                 reserved_bytes=self.reserved_bytes,
                 used_bytes=ledger.table.used_bytes,
                 leased_bytes=ledger.leased_bytes,
                 held_bytes=ledger.held_bytes,
-                quarantined_bytes=sum(slot.nbytes for slot in ledger.quarantined.values()),
+                quarantined_bytes=sum(slot.nbytes for _, slot in ledger.quarantined.values()),
                 leases=ledger.num_leases,
                 holds=ledger.num_holds,
                 lost_leases=ledger.num_lost,
@@ -170,7 +174,7 @@ class MemoryPool:
         """Asserts the invariants of the whole pool. Slow: for tests."""
         ledger = self._ledger
         with ledger.lock:
-            ledger.settle_abandoned()
+            ledger.settle()
             ledger.check()
 
     def close(self) -> None:
@@ -191,24 +195,21 @@ class MemoryPool:
     def _make_room(self, nbytes: int, deadline: float, reserve: bool) -> Slot | None:
         ledger = self._ledger
         reclaim = Reclaim(ledger, self._reclaimer, nbytes, reserve=reserve)
-        last = False
+        late = self._clock() >= deadline
         while True:
             slot = reclaim.step(expired=lambda: self._clock() >= deadline)
-            if slot is not None or last or ledger.closed:
-                return slot
-            with ledger.lock:
-                while ledger.generation == reclaim.seen and not last:
-                    remaining_s = deadline - self._clock()
-                    if remaining_s <= 0:
-                        last = True
-                        break
-                    ledger.num_waiting += 1
-                    try:
-                        ledger.changed.wait(remaining_s)
-                    finally:
-                        ledger.num_waiting -= 1
-            if ledger.abandoned:
+            if ledger.notes:
                 ledger.collect()
+            if slot is not None or ledger.closed:
+                return slot
+            remaining_s = deadline - self._clock()
+            if remaining_s > 0:
+                ledger.wait(reclaim.seen, remaining_s, for_drain=reclaim.saw_drain)
+            elif late:
+                return None
+            else:
+                late = True
+                reclaim.restart()
 
     def _refuse_impossible(self, nbytes: int, reserve: bool) -> None:
         unreserved_bytes = self.capacity_bytes - (0 if reserve else self.reserved_bytes)
@@ -240,7 +241,7 @@ class MemoryPool:
 
     def _report_lost(self) -> None:
         ledger = self._ledger
-        if ledger.abandoned:
+        if ledger.notes:
             ledger.collect()
         while ledger.lost:
             try:
@@ -255,12 +256,6 @@ class MemoryPool:
             )
             if self._events is not None:
                 self._events.emit(event)
-
-
-def _positive(nbytes: int) -> int:
-    if nbytes <= 0:
-        raise ValueError(f"can't allocate {nbytes} bytes")
-    return nbytes
 
 
 def _default_grain(capacity_bytes: int) -> int:

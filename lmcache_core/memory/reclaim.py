@@ -45,7 +45,9 @@ class Reclaim:
 
     def __init__(self, ledger: Ledger, reclaimer: Reclaimer | None, nbytes: int, *, reserve: bool) -> None:
         self.seen = -1
-        """The ledger's generation when `step` last found nothing to do: wait until it grows."""
+        """The ledger's generation when `step` last found nothing to do: wait until it changes."""
+        self.saw_drain = False
+        """`step` left off because another thread was emptying slabs."""
         self._ledger = ledger
         self._reclaimer = reclaimer
         self._nbytes = nbytes
@@ -56,6 +58,11 @@ class Reclaim:
         self._exhausted_at = -1  # the generation at which no resident of the class could be evicted
         self._num_wakes = ledger.num_wakes
 
+    def restart(self) -> None:
+        """What could not be evicted may be tried again: a pin can have expired, which nobody announces."""
+        self._refused.clear()
+        self._exhausted_at = -1
+
     def step(self, *, expired: Callable[[], bool]) -> Slot | None:
         """Evicts the coldest things until a slot comes of it; returns it leased, or None.
 
@@ -65,12 +72,13 @@ class Reclaim:
         ledger = self._ledger
         for attempt in itertools.count():
             with ledger.lock:
+                ledger.settle()
                 self.seen = ledger.generation
-                slot_nbytes = ledger.table.slot_nbytes(self._nbytes)
+                slot_nbytes = ledger.slot_nbytes(self._nbytes, self._reserve)
                 slot = ledger.take(slot_nbytes, self._reserve)
                 if slot is not None:
                     return slot
-                if ledger.closed or not ledger.may_lease(slot_nbytes, self._reserve):
+                if ledger.closed or slot_nbytes > ledger.room(self._reserve):
                     return None  # eviction can't help: what is leased has to be released
             if attempt >= MAX_ATTEMPTS_WHEN_LATE and expired():
                 return None
@@ -81,22 +89,26 @@ class Reclaim:
             slot = make_room()
             if slot is not None:
                 return slot
-        if ledger.draining and not expired():
-            return None  # another thread is about to free slabs
+        self.saw_drain = ledger.draining and not expired()
+        if self.saw_drain:
+            return None  # another thread is about to free slabs: better than wasting a larger slot
         return self._take_larger(slot_nbytes)
 
     def _ways(self, slot_nbytes: int) -> list[tuple[int, Callable[[], Slot | None]]]:
         """Ways to make room, each with the latest tick that it would evict."""
         ledger = self._ledger
         ways: list[tuple[int, Callable[[], Slot | None]]] = []
-        if self._reclaimer is not None and self._exhausted_at != ledger.generation:
+        generation = ledger.generation
+        if self._reclaimer is not None and self._exhausted_at != generation:
             tick = self._reclaimer.coldest(slot_nbytes)
-            if tick is not None:
+            if tick is None:
+                self._exhausted_at = generation
+            else:
                 ways.append((tick, lambda: self._evict_resident(slot_nbytes)))
         with ledger.lock:
             if self._num_wakes != ledger.num_wakes:
                 self._num_wakes = ledger.num_wakes
-                self._refused.clear()
+                self.restart()
             orphan = self._oldest_orphan(slot_nbytes)
             if orphan is not None:
                 tick = max((hold.tick for hold in orphan.live_holds()), default=0)
@@ -134,6 +146,7 @@ class Reclaim:
         """Empties `slabs` and takes a slot in their place before anyone else can."""
         ledger = self._ledger
         with ledger.lock:
+            ledger.settle()
             if ledger.draining or any(not slab.used or slab.num_leased for slab in slabs):
                 return None  # somebody was here first: look again
             ledger.draining = True
@@ -148,6 +161,7 @@ class Reclaim:
                 self._reclaimer.evict(residents)
         finally:
             with ledger.lock:
+                ledger.settle()
                 left = [slot for slab in slabs for slot in slab.used]
                 if not any(slot.leases or slot.residents for slot in left):
                     for slot in left:
@@ -156,17 +170,25 @@ class Reclaim:
                 for slab in slabs:
                     ledger.table.end_drain(slab)
                 ledger.draining = False
-                ledger.wake()
+                if len(left) < num_frames:
+                    ledger.wake()
+                else:
+                    ledger.stir()
                 if left:
                     self._refused.update(dict.fromkeys(slabs, ledger.generation))
                     self._partial_drains += len(left) < num_frames
                 else:
                     ledger.num_drained_slabs += len(slabs)
                     taken = ledger.take(slot_nbytes, self._reserve)
-        if ledger.abandoned:
+        if ledger.notes:
             ledger.collect()
-        for hold in ended:
-            hold.tell_evicted()
+        try:
+            for hold in ended:
+                hold.tell_evicted()
+        except BaseException:
+            if taken is not None:
+                ledger.post(ledger.end_lease, taken, None)
+            raise
         return taken
 
     def _take_larger(self, slot_nbytes: int) -> Slot | None:
@@ -174,16 +196,19 @@ class Reclaim:
         ledger = self._ledger
         with ledger.lock:
             slot = ledger.take(slot_nbytes, self._reserve, larger=True)
-            sizes = ledger.table.larger_sizes(slot_nbytes) if slot is None else []
-        for size in sizes:
-            self._evict_orphan(size)
-            if self._reclaimer is not None:
-                self._reclaimer.evict_coldest(size)
-            with ledger.lock:
-                slot = ledger.take(slot_nbytes, self._reserve, larger=True)
+            sizes = ledger.table.larger_sizes(slot_nbytes, ledger.room(self._reserve))
+        for size, evict in itertools.product(sizes, (self._evict_orphan, self._evict_any_resident)):
             if slot is not None:
                 break
+            evict(size)
+            with ledger.lock:
+                ledger.settle()
+                slot = ledger.take(slot_nbytes, self._reserve, larger=True)
         return slot
+
+    def _evict_any_resident(self, slot_nbytes: int) -> None:
+        if self._reclaimer is not None:
+            self._reclaimer.evict_coldest(slot_nbytes)
 
 
 def _end_waiting(slot: Slot) -> list[Hold]:

@@ -164,13 +164,13 @@ class SlabTable:
     def num_free_grains(self) -> int:
         return self._free.count(1)
 
-    def slot_nbytes(self, nbytes: int) -> int:
+    def slot_nbytes(self, nbytes: int, at_most: int) -> int:
         """The slot size for a frame of `nbytes`: its own, or a living class's that wastes little."""
         exact = -(-nbytes // PAGE) * PAGE
         if exact in self.classes:
             return exact
-        near = (size for size in self.classes if exact < size and (size - exact) * MAX_WASTE <= size)
-        return min(near, default=exact)
+        most = min(exact * MAX_WASTE // (MAX_WASTE - 1), at_most)
+        return min((size for size in self.classes if exact < size <= most), default=exact)
 
     def take(self, slot_nbytes: int) -> Slot | None:
         """A slot of the fullest slab of the class, or of a new slab where grains are free."""
@@ -185,17 +185,17 @@ class SlabTable:
         self.used_bytes += slot_nbytes
         return slot
 
-    def take_larger(self, slot_nbytes: int) -> Slot | None:
+    def take_larger(self, slot_nbytes: int, at_most: int) -> Slot | None:
         """A free slot of the smallest larger class that has one: wasteful, but better than refusing."""
-        larger = (c for size, c in self.classes.items() if size > slot_nbytes and c.partial)
+        larger = (c for size, c in self.classes.items() if slot_nbytes < size <= at_most and c.partial)
         size_class = min(larger, key=operator.attrgetter("slot_nbytes"), default=None)
         if size_class is None:
             return None
         self.used_bytes += size_class.slot_nbytes
         return size_class.take()
 
-    def larger_sizes(self, slot_nbytes: int) -> list[int]:
-        return sorted(size for size in self.classes if size > slot_nbytes)
+    def larger_sizes(self, slot_nbytes: int, at_most: int) -> list[int]:
+        return sorted(size for size in self.classes if slot_nbytes < size <= at_most)
 
     def give(self, slot: Slot) -> None:
         """`slot` is free again."""
@@ -366,7 +366,6 @@ class SlabTable:
                 if fits and (best_tick is None or tick < best_tick):
                     best_tick, best_first = tick, first
                 first += 1
-        if best_tick is None:
-            return None
         owners = self._owners[best_first : best_first + span]
-        return best_tick, list(dict.fromkeys(slab for slab in owners if slab is not None))
+        slabs = list(dict.fromkeys(slab for slab in owners if slab is not None))
+        return (best_tick, slabs) if best_tick is not None and slabs else None
