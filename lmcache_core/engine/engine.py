@@ -341,7 +341,7 @@ class CacheEngine:
         if isinstance(request, Content):
             return request
         raw = token_bytes(request)
-        for known, content in tuple(self._remembered):
+        for known, content in reversed(tuple(self._remembered)):
             if known == raw:
                 return content
         content = Content(self.model)

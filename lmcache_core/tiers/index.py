@@ -122,7 +122,7 @@ class ResidencyIndex:
     def reserve(self, nbytes: int) -> list[Resident] | None:
         """Sets `nbytes` aside for a put, choosing victims where needed.
 
-        Returns the victims: already invisible, their bytes still counted until `gone` is told of each.
+        Returns the victims, hidden: no longer visible, their bytes counted until `gone` is told of each.
         The reservation counts at once, so the caller must see victims gone before it writes. None: no
         room can be made (larger than the tier, or the rest is pinned, leased or has children here).
         """
@@ -142,7 +142,10 @@ class ResidencyIndex:
                 victims.append(victim)
                 wanted -= victim.stored
             self._reserved += nbytes
-            return victims
+            for victim in victims:
+                self._note_evicted(victim, "capacity")
+        self._flush()
+        return victims
 
     def begin(self, nbytes: int) -> bool:
         """Whether a reserved put of `nbytes` may write now: the medium has the room, victims being gone.
@@ -163,20 +166,20 @@ class ResidencyIndex:
             if begun:
                 self._writing -= nbytes
 
-    def gone(self, victim: Resident, reason: str) -> None:
-        """A victim's bytes have left the medium."""
+    def gone(self, victim: Resident) -> None:
+        """The bytes of a hidden copy have left the medium."""
         with self._lock:
             self._leave(victim)
-            self._note_evicted(victim, reason)
-        self._flush()
 
     def kept(self, victim: Resident) -> None:
-        """A victim could not be removed from the medium: it is visible again."""
+        """A hidden copy could not be removed from the medium: it is visible again."""
         with self._lock:
             if victim.key in self._entries:  # a newer copy took its place; the old bytes are gone with it
                 self._leave(victim)
             else:
                 self._restore(victim)
+                self._note_admitted(victim)
+        self._flush()
 
     def admit(self, entry: Resident, *, reserved: int = 0) -> Resident | None:
         """Makes `entry` visible, its `reserved` bytes, begun, being used now. Returns the copy it replaces.
@@ -193,10 +196,7 @@ class ResidencyIndex:
                 self._forget(old)
                 self._note_evicted(old, "replaced")
             self._insert(entry)
-            self._sequence += 1
-            self._outbox.append(
-                ChunkAdmitted(tier=self.tier, key=entry.key, nbytes=entry.stored, sequence=self._sequence)
-            )
+            self._note_admitted(entry)
         self._flush()
         return old
 
@@ -217,10 +217,7 @@ class ResidencyIndex:
                 if old is not None:
                     self._forget(old)
                 self._insert(entry)
-                self._sequence += 1
-                self._outbox.append(
-                    ChunkAdmitted(tier=self.tier, key=entry.key, nbytes=entry.stored, sequence=self._sequence)
-                )
+                self._note_admitted(entry)
         self._flush()
 
     # -- use and removal -------------------------------------------------------------------------
@@ -250,15 +247,16 @@ class ResidencyIndex:
         for key in self.keys():
             self.remove(key, reason)
 
-    def take(self, keys: Iterable[StorageKey]) -> list[Resident]:
+    def take(self, keys: Iterable[StorageKey], reason: str) -> list[Resident]:
         """Hides these copies ahead of their removal, like victims; pinned and leased ones stay."""
         taken = []
         with self._lock:
             for key in keys:
                 entry = self._entries.get(key)
                 if entry is not None and not self._held(entry):
-                    self._hide(entry)
+                    self._take(entry, reason)
                     taken.append(entry)
+        self._flush()
         return taken
 
     def take_families(self, keys: Sequence[StorageKey]) -> list[Resident]:
@@ -276,23 +274,26 @@ class ResidencyIndex:
                 return []
             family.reverse()
             for entry in family:
-                self._hide(entry)
-            return family
+                self._take(entry, "capacity")
+        self._flush()
+        return family
 
-    def take_copy(self, copy: Resident) -> Resident | None:
-        """Hides exactly this copy, pinned or not; None when it is no longer the one that is here."""
+    def take_copy(self, copy: Resident, reason: str) -> bool:
+        """Hides exactly this copy, pinned or not; False when it is no longer the one that is here."""
         with self._lock:
-            if self._entries.get(copy.key) is not copy:
-                return None
-            self._hide(copy)
-            return copy
+            here = self._entries.get(copy.key) is copy
+            if here:
+                self._take(copy, reason)
+        self._flush()
+        return here
 
-    def take_coldest(self, order_class: int | None = None) -> Resident | None:
+    def take_coldest(self, order_class: int) -> Resident | None:
         with self._lock:
             victim = self._coldest(order_class)
             if victim is not None:
-                self._hide(victim)
-            return victim
+                self._take(victim, "capacity")
+        self._flush()
+        return victim
 
     def coldest_use(self, order_class: int) -> int | None:
         with self._lock:
@@ -357,6 +358,10 @@ class ResidencyIndex:
             if not siblings:
                 del self._children[entry.parent]
 
+    def _take(self, entry: Resident, reason: str) -> None:
+        self._hide(entry)
+        self._note_evicted(entry, reason)
+
     def _hide(self, entry: Resident) -> None:
         self._forget(entry)
         self._leaving += entry.stored
@@ -372,6 +377,12 @@ class ResidencyIndex:
         self._insert(entry)
         entry.last_use = last_use
         self._orders[entry.order_class].move_to_end(entry.key, last=False)
+
+    def _note_admitted(self, entry: Resident) -> None:
+        self._sequence += 1
+        self._outbox.append(
+            ChunkAdmitted(tier=self.tier, key=entry.key, nbytes=entry.stored, sequence=self._sequence)
+        )
 
     def _note_evicted(self, entry: Resident, reason: str) -> None:
         self._sequence += 1

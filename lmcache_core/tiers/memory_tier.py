@@ -87,9 +87,9 @@ class MemoryTier:
 
     def remove(self, keys: Sequence[StorageKey], reason: str) -> int:
         """Drops these copies; leased and pinned ones stay. Returns how many went."""
-        victims = self.index.take(keys)
+        victims = self.index.take(keys, reason)
         for victim in victims:
-            self._discard(victim, reason)
+            self._discard(victim)
         return len(victims)
 
     def stats(self) -> tuple[IndexStats, BackendStats]:
@@ -120,7 +120,7 @@ class MemoryTier:
         if victims is None:
             return "no room: the rest is in use"
         for victim in victims:  # only leaves this tier: a write that waits for its bytes keeps them
-            self._discard(victim, "capacity")
+            self._discard(victim)
         if self.index.begin(nbytes):
             return ""
         self.index.unreserve(nbytes, begun=False)
@@ -132,7 +132,7 @@ class MemoryTier:
         if hold is not None and hold.alive and not hold.evict():
             self.index.kept(victim)
             return False
-        self._discard(victim, "capacity")
+        self._discard(victim)
         return True
 
     def _adopt(self, key: StorageKey, hold: Hold) -> Outcome:
@@ -143,11 +143,11 @@ class MemoryTier:
                 status=Status.FAILED, error=BackendError(str(error), backend=self.name, op="adopt", key=key)
             )
 
-    def _discard(self, victim: Copy, reason: str) -> None:
+    def _discard(self, victim: Copy) -> None:
         if victim.hold is not None:
             try:
                 self._resident.discard(victim.key, victim.hold)
             except Exception:  # recorded boundary: plugin code; the hold is dropped all the same
                 log.exception("tier %s: discard raised", self.name)
             victim.hold.drop()
-        self.index.gone(victim, reason)
+        self.index.gone(victim)

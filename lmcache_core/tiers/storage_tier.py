@@ -244,7 +244,7 @@ class StorageTier:
 
     def remove(self, keys: Sequence[StorageKey], reason: str, deadline: float) -> int:
         """Deletes these copies, waiting until the deadline; pinned ones stay. Returns how many went."""
-        victims = self.index.take(keys)
+        victims = self.index.take(keys, reason)
         if not victims or not self.capabilities.delete:
             for victim in victims:
                 self.index.kept(victim)
@@ -254,7 +254,7 @@ class StorageTier:
 
         def note(victim: Resident, outcome: Outcome) -> None:
             if outcome.status in (Status.OK, Status.MISS):
-                self.index.gone(victim, reason)
+                self.index.gone(victim)
                 removed.append(victim)
             else:
                 self.index.kept(victim)
@@ -272,16 +272,15 @@ class StorageTier:
                 self._rejected[copy.key] = None
                 if len(self._rejected) > MAX_REJECTED:
                     self._rejected.popitem(last=False)
-            bad = self.index.take_copy(copy)
-            if bad is None:
+            if not self.index.take_copy(copy, "corrupt"):
                 return
             if not self.capabilities.delete:
-                self.index.gone(bad, "corrupt")
+                self.index.gone(copy)
                 return
             self.submit(
                 DeleteJob(
-                    [bad],
-                    lambda victim, _: self.index.gone(victim, "corrupt"),
+                    [copy],
+                    lambda victim, _: self.index.gone(victim),
                     self.writes.pump,
                     deadline=self._clock() + self.deadline_s,
                 )

@@ -199,7 +199,7 @@ class WriteQueue:
 
         def removed(victim: Resident, outcome: Outcome) -> None:
             if outcome.status in (Status.OK, Status.MISS):
-                self._target.index.gone(victim, "capacity")
+                self._target.index.gone(victim)
             else:
                 batch.stuck = True
                 self._target.index.kept(victim)

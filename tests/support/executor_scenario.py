@@ -227,12 +227,13 @@ class RecordingJob(Job):
         self.landings: dict[int, Outcome] = {}
         self.buffers: list[bytearray] = []
         self.is_prepared = threading.Event()
+        self.is_moving = threading.Event()  # prepared, or something is settled
         self.is_settled = threading.Event()
         self.is_finished = threading.Event()
         self.faults: list[str] = []
         self.on_prepare: Callable[[], None] = lambda: None
         self.on_settled: Callable[[int, Outcome], None] = lambda index, outcome: None
-        self._numbers = numbers
+        self.numbers = numbers
         self._view_nbytes = view_nbytes
         self._room_for = len(numbers) if room_for is None else room_for
         self._whole = whole
@@ -241,10 +242,11 @@ class RecordingJob(Job):
 
     def prepare(self) -> Sequence[Item] | Sequence[StorageKey]:
         self.is_prepared.set()
+        self.is_moving.set()
         self.on_prepare()
         if self._room_for == 0:
             raise PoolFull("no room")
-        keys = [key_of(number) for number in self._numbers[: self._room_for]]
+        keys = [key_of(number) for number in self.numbers[: self._room_for]]
         if self.operation not in (Operation.GET, Operation.PUT):
             return keys
         self.buffers = [bytearray(self._view_nbytes) for _ in keys]
@@ -266,6 +268,7 @@ class RecordingJob(Job):
                 self.faults.append(f"item {index} was settled after the end")
             self.outcomes[index] = outcome
             self.headers[index] = header
+            self.is_moving.set()
             if len(self.outcomes) == self.num_items:
                 self.is_settled.set()
         self.on_settled(index, outcome)
