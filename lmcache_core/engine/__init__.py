@@ -4,6 +4,7 @@ from lmcache_core.engine.engine import CacheEngine
 from lmcache_core.engine.explain import Explanation, explain
 from lmcache_core.engine.prefetch import Prefetch
 from lmcache_core.engine.results import (
+    EngineStats,
     KVSource,
     KVTarget,
     LookupResult,
@@ -14,6 +15,7 @@ from lmcache_core.engine.results import (
 
 __all__ = [
     "CacheEngine",
+    "EngineStats",
     "Explanation",
     "KVSource",
     "KVTarget",

@@ -14,12 +14,12 @@ from lmcache_core.engine.masks import skipped_tokens
 from lmcache_core.engine.plan import Plan, plan_hit
 from lmcache_core.engine.prefetch import Prefetch
 from lmcache_core.engine.results import (
+    EngineStats,
     KVSource,
     KVTarget,
     LookupResult,
     RetrieveResult,
     StoreResult,
-    TierStats,
 )
 from lmcache_core.engine.statistics import Statistics
 from lmcache_core.errors import ConfigError
@@ -271,7 +271,10 @@ class CacheEngine:
         limit: int | None = None,
         search_range: Sequence[str] | None = None,
     ) -> Prefetch:
-        """Starts bringing the longest prefix into memory, behind other loads. Returns at once."""
+        """Starts bringing the longest prefix into the memory tier, behind other loads. Returns at once.
+
+        Without a memory tier there is nowhere to bring it: nothing is done.
+        """
         plan = plan_hit(
             self._chain,
             self._content(request),
@@ -280,7 +283,7 @@ class CacheEngine:
             limit=limit,
             tails=self.config.tails,
         )
-        return Prefetch(plan, self._frames(plan, Priority.PREFETCH))
+        return Prefetch(plan, self._bring_near(plan))
 
     def clear(
         self, request: Content | Tokens | None = None, *, search_range: Sequence[str] | None = None
@@ -309,16 +312,22 @@ class CacheEngine:
         """Waits until all background writes are done. False when the time ran out first."""
         return self._chain.flush(time.monotonic() + timeout_s)
 
-    def stats(self) -> tuple[TierStats, ...]:
-        """Gauges and counters of every tier, nearest first. No I/O."""
-        return tuple(self._statistics.of(tier) for tier in self._chain.tiers)
+    def stats(self) -> EngineStats:
+        """Gauges and counters of every tier and of the frame memory; prints as a table. No I/O."""
+        return EngineStats(
+            tiers=tuple(self._statistics.of(tier) for tier in self._chain.tiers),
+            memory=self._chain.pool.stats(),
+        )
 
     def subscribe(self, observer: Observer) -> None:
         """Adds an observer of this engine's events."""
         self._events.subscribe(observer)
 
     def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
-        """Finishes background writes, as far as the time allows, and closes the tiers. Idempotent."""
+        """Finishes background writes, as far as the time allows, and closes the tiers. Idempotent.
+
+        From then on the engine is an empty cache that takes nothing.
+        """
         if not self._closed:
             self._closed = True
             self._chain.close(time.monotonic() + timeout_s)
@@ -418,11 +427,16 @@ class CacheEngine:
             and all(segment.raw_nbytes == segment_nbytes for segment in header.segments)
         )
 
-    def _frames(self, plan: Plan, priority: Priority) -> Generator[tuple[int, str], None, None]:
-        stream = self._chain.stream(plan.keys, plan.runs, priority)
+    def _bring_near(self, plan: Plan) -> Generator[int, None, None]:
+        """Loads the frames of `plan` into the memory tier, whatever the tiers promote by themselves."""
+        if not self._chain.has_memory_tier:
+            return
+        stream = self._chain.stream(plan.keys, plan.runs, Priority.PREFETCH)
         try:
-            for position, (frame, tier) in enumerate(stream):
-                frame.release()
-                yield plan.tokens_of(position + plan.start)[1], tier
+            for position, (frame, _) in enumerate(stream):
+                with frame:
+                    if not self._chain.keep_in_memory(frame):
+                        return
+                yield plan.tokens_of(position + plan.start)[1]
         finally:
             stream.close()

@@ -15,7 +15,7 @@ class Prefetch:
     costs at most its deadline.
     """
 
-    def __init__(self, plan: Plan, frames: Generator[tuple[int, str], None, None]) -> None:
+    def __init__(self, plan: Plan, frames: Generator[int, None, None]) -> None:
         self.num_planned_tokens = plan.num_tokens
         self._frames = frames
         self._arrived = plan.start * plan.chunk_tokens
@@ -38,7 +38,7 @@ class Prefetch:
 
     def _run(self) -> None:
         try:
-            for num_tokens, _ in self._frames:
+            for num_tokens in self._frames:
                 self._arrived += num_tokens
                 if self._cancelled:
                     return

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lmcache_core.memory import PoolStats
+
 
 class KVSource(Protocol):
     """Where a store takes KV from: the host engine's memory, which only this object knows."""
@@ -70,3 +72,29 @@ class TierStats:
     capacity_bytes: int | None
     waiting_writes: int
     counters: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """All tiers, nearest first, and the frame memory. Prints as a table."""
+
+    tiers: tuple[TierStats, ...]
+    memory: PoolStats
+
+    def __str__(self) -> str:
+        rows = [("tier", "state", "entries", "MiB", "of MiB", "waiting", "counters")]
+        for tier in self.tiers:
+            bound = "-" if tier.capacity_bytes is None else f"{tier.capacity_bytes / 2**20:.1f}"
+            counters = ", ".join(f"{what} {count}" for what, count in sorted(tier.counters.items()))
+            used = f"{tier.used_bytes / 2**20:.1f}"
+            rows.append(
+                (tier.name, tier.state, str(tier.entries), used, bound, str(tier.waiting_writes), counters)
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        lines = ["  ".join([*map(str.ljust, row[:6], widths), row[6]]).rstrip() for row in rows]
+        memory = self.memory
+        lines.append(
+            f"memory: {memory.used_bytes / 2**20:.1f} of {memory.capacity_bytes / 2**20:.1f} MiB used, "
+            f"{memory.leases} leases, {memory.lost_leases} lost, {memory.refused} allocations refused"
+        )
+        return "\n".join(lines)

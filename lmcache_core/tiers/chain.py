@@ -252,6 +252,17 @@ class TierChain:
             taken = self._keep(tier, frame) or taken
         return taken
 
+    @property
+    def has_memory_tier(self) -> bool:
+        return any(isinstance(tier, MemoryTier) for tier in self.tiers)
+
+    def keep_in_memory(self, frame: Frame) -> bool:
+        """Makes sure that the memory tier holds `frame`. False when it can't."""
+        for tier in self.tiers:
+            if isinstance(tier, MemoryTier):
+                return tier.contains(frame.key) or tier.store(frame)
+        return False
+
     def touch(self, keys: Sequence[StorageKey]) -> None:
         """Marks a path from the root as used, in every tier."""
         for tier in self.tiers:

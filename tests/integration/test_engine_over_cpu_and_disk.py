@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from cache_scenario import (
 )
 
 from lmcache_core.errors import ConfigError, LeaseError
-from lmcache_core.events import ChunkAdmitted, ChunkEvicted, FrameRejected
+from lmcache_core.events import ChunkAdmitted, ChunkEvicted, FrameRejected, TierDown
 
 
 def test_a_stored_prompt_comes_back_from_cpu_with_its_tail(tmp_path: Path) -> None:
@@ -206,6 +208,98 @@ def test_prefetch_brings_a_prefix_into_memory(tmp_path: Path) -> None:
         assert engine.prefetch(tokens).wait(10.0) == 5 * CHUNK
         assert engine.lookup(tokens).tokens_by_tier == {"cpu": 5 * CHUNK}
         settle(engine)
+
+
+def test_prefetch_fills_memory_even_where_hits_are_not_promoted(tmp_path: Path) -> None:
+    tokens = prompt(65, 3 * CHUNK)
+    with engine_of(config_of(cpu(), disk(tmp_path, promote="never"))) as engine:
+        store(engine, tokens)
+        settle(engine)
+        engine.clear(search_range=["cpu"])
+        assert retrieve(engine, tokens) == 3 * CHUNK
+        assert engine.lookup(tokens).tokens_by_tier == {"disk": 3 * CHUNK}
+        assert engine.prefetch(tokens).wait(10.0) == 3 * CHUNK
+        assert engine.lookup(tokens).tokens_by_tier == {"cpu": 3 * CHUNK}
+        settle(engine)
+
+
+def test_a_second_hit_promotes_where_the_config_says_so(tmp_path: Path) -> None:
+    tokens = prompt(66, 3 * CHUNK)
+    with engine_of(config_of(cpu(), disk(tmp_path, promote="on_second_hit"))) as engine:
+        store(engine, tokens)
+        settle(engine)
+        engine.clear(search_range=["cpu"])
+        for tiers in ({"disk": 3 * CHUNK}, {"cpu": 3 * CHUNK}):
+            assert retrieve(engine, tokens) == 3 * CHUNK
+            assert engine.lookup(tokens).tokens_by_tier == tiers
+
+
+def test_a_tier_that_is_never_written_is_only_read(tmp_path: Path) -> None:
+    tokens = prompt(67, 2 * CHUNK)
+    with engine_of(config_of(disk(tmp_path))) as engine:
+        store(engine, tokens)
+    with engine_of(config_of(cpu(), disk(tmp_path, write="never"))) as engine:
+        store(engine, prompt(68, 2 * CHUNK))
+        settle(engine)
+        assert engine.lookup(prompt(68, 2 * CHUNK)).tokens_by_tier == {"cpu": 2 * CHUNK}
+        assert retrieve(engine, tokens) == 2 * CHUNK
+
+
+def test_a_directory_that_another_engine_owns_is_a_tier_that_is_down(tmp_path: Path) -> None:
+    tokens = prompt(69, 2 * CHUNK)
+    recorder = Recorder()
+    with (
+        engine_of(config_of(disk(tmp_path))) as owner,
+        engine_of(config_of(cpu(), disk(tmp_path)), recorder=recorder) as guest,
+    ):
+        (down,) = recorder.of(TierDown)
+        assert str(os.getpid()) in down.reason
+        assert store(guest, tokens) == 2 * CHUNK
+        assert retrieve(guest, tokens) == 2 * CHUNK
+        assert store(owner, tokens) == 2 * CHUNK
+
+
+def test_stats_print_as_a_table(tmp_path: Path) -> None:
+    with engine_of(config_of(cpu(), disk(tmp_path))) as engine:
+        store(engine, prompt(70, 2 * CHUNK))
+        settle(engine)
+        lines = str(engine.stats()).splitlines()
+    assert [line.split()[0] for line in lines] == ["tier", "cpu", "disk", "memory:"]
+    assert "admitted 3" in lines[1]
+
+
+def test_a_closed_engine_is_an_empty_cache_even_to_threads_in_the_middle_of_it(tmp_path: Path) -> None:
+    engine = engine_of(config_of(cpu(), disk(tmp_path)))
+    running = threading.Barrier(4)
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        tokens = prompt(seed, 4 * CHUNK)
+        try:
+            engine.store(tokens, OracleKV(tokens))
+            running.wait(10.0)
+            while not stop.is_set():
+                engine.store(tokens, OracleKV(tokens))
+                retrieve(engine, tokens)
+                engine.lookup(tokens)
+        except BaseException as error:  # noqa: BLE001  (handed to the test)
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(80 + i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    running.wait(10.0)
+    engine.close()
+    engine.close()
+    tokens = prompt(80, 4 * CHUNK)
+    assert engine.store(tokens, OracleKV(tokens)).num_tokens == 0
+    assert engine.prefetch(tokens).wait(5.0) == 0
+    assert retrieve(engine, tokens) == 0
+    stop.set()
+    for thread in threads:
+        thread.join(10.0)
+    assert not errors
 
 
 def test_a_chain_without_a_memory_tier_works(tmp_path: Path) -> None:
