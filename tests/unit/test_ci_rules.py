@@ -20,8 +20,9 @@ PASSES = "def test_fine(): ...\n"
         (SKIPS, "true", 1),
         (SKIPS, "", 0),
         (SKIPS_ON_A_GPU, "true", 0),
-        (SKIPS_AS_A_WHOLE + PASSES, "true", 1),
+        (SKIPS_AS_A_WHOLE, "true", 1),
     ],
+    ids=["in CI", "elsewhere", "gpu in CI", "module in CI"],
 )
 def test_a_skip_fails_ci_unless_it_is_for_want_of_a_gpu(
     tmp_path: Path, source: str, in_ci: str, exit_code: int
