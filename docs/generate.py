@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from lmcache_core.config import BreakerConfig, CacheConfig, MemoryConfig, Option, TierConfig, option_table
 
 CONFIG_PAGE = Path(__file__).parent / "reference" / "config.md"
@@ -20,7 +22,7 @@ checks one; `lmcache-core config schema` prints the JSON schema for editors.
 - Unknown keys are errors. Anchors, aliases and tags are not allowed.
 """
 
-SECTIONS = [
+SECTIONS: list[tuple[str, type[msgspec.Struct], tuple[str, ...]]] = [
     ("Top level", CacheConfig, ("memory", "tiers")),
     ("`memory`", MemoryConfig, ()),
     ("One entry of `tiers`", TierConfig, ("breaker",)),

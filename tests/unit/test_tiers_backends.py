@@ -92,7 +92,11 @@ def prepare(*tiers: dict[str, object]) -> list[str]:
 
 
 def test_tiers_are_prepared_in_the_configs_order_and_memory_tiers_known() -> None:
-    tiers = [{"backend": "store", "capacity": 1}, {"backend": "shelf", "capacity": 1}, {"backend": "shared"}]
+    tiers: list[dict[str, object]] = [
+        {"backend": "store", "capacity": 1},
+        {"backend": "shelf", "capacity": 1},
+        {"backend": "shared"},
+    ]
     assert prepare(*tiers) == ["tiers[0] t0 False", "tiers[1] t1 True", "tiers[2] t2 False"]
 
 
