@@ -1,0 +1,216 @@
+"""CachedGenerator: a Transformers causal LM that reuses the KV of prefixes it has seen before."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lmcache_core.config import CacheConfig, load_config
+from lmcache_core.connectors.transformers.adapters import Adapters
+from lmcache_core.connectors.transformers.forward import Forward, unwrapped
+from lmcache_core.connectors.transformers.identity import model_record, part_of
+from lmcache_core.connectors.transformers.run import Generation, PromptReport, Run, ids_of
+from lmcache_core.connectors.transformers.support import check_model, probe
+from lmcache_core.connectors.transformers.tensors import Watch
+from lmcache_core.connectors.transformers.workspace import Workspace
+from lmcache_core.engine import CacheEngine
+from lmcache_core.errors import LMCacheError
+from lmcache_core.events import Observer
+from lmcache_core.identity import TAIL_UNIT, Content
+from lmcache_core.registry import Registry
+
+log = logging.getLogger(__name__)
+
+TokenIds: TypeAlias = "Tensor | Sequence[int] | Sequence[Sequence[int]]"
+
+
+class CachedGenerator:
+    """Generates with a loaded model, loading the KV of known prefixes and storing what is new.
+
+    `config` selects the tiers: a `CacheConfig`, a mapping, or the path of a YAML file; or a `CacheEngine`
+    made for this model and part, which stays the caller's to close. The model is checked, probed with a
+    few tokens and fingerprinted, which reads all its weights once (about a second a gigabyte and core).
+
+    Trouble with a tier costs at most its deadline; the tokens are then computed. If the model's weights
+    change after this was made, it computes everything, stores nothing and says so once in the log: make
+    a new one. LoRA adapters (PEFT) that were there may be switched at any time.
+
+    Thread-safe as far as the model is.
+
+    Raises:
+        UnsupportedModel: the model's KV can't be proved to belong to its tokens; says why.
+        ConfigError, PluginError: the tiers can't be built as configured.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: CacheConfig | Mapping[str, object] | Path | str | CacheEngine,
+        *,
+        registry: Registry | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self._model = unwrapped(model)
+        check_model(self._model)
+        self._adapters = Adapters(model, self._model)
+        self._forward = Forward(self._model)
+        shape = probe(self._model, self._forward)
+        self._watch = Watch(self._model)  # before the weights are read: no change falls in between
+        if isinstance(config, CacheEngine):
+            self._owns_engine = False
+            record = model_record(self._model, self._adapters, shape, config.model.chunk_tokens)
+            if config.model != record or config.part != part_of(shape):
+                raise LMCacheError("this engine was made for another model: see `differences` of the records")
+            self.engine = config
+        else:
+            self._owns_engine = True
+            settings = config if isinstance(config, CacheConfig) else load_config(config)
+            record = model_record(self._model, self._adapters, shape, settings.chunk_tokens)
+            self.engine = CacheEngine(
+                settings, model=record, part=part_of(shape), registry=registry, observers=observers
+            )
+        self._workspace = Workspace(shape)
+        self._closed = False
+        self._said_changed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the engine unless it was given, and lets go of the KV memory. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._workspace.close()
+            if self._owns_engine:
+                self.engine.close()
+
+    def generate(
+        self,
+        input_ids: TokenIds,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 128,
+        eos_token_id: int | Sequence[int] | None = None,
+        generation_config: GenerationConfig | None = None,
+        salt: bytes = b"",
+        store: bool = True,
+    ) -> list[Generation]:
+        """Continues each prompt; greedily, unless a `generation_config` says how to sample.
+
+        `input_ids` is one prompt or a batch of them, as lists or as `[rows, tokens]` with padding that
+        `attention_mask` marks with 0 (on either side). Rows are filled one by one, each from its own
+        cached prefix, and decoded together, left-padded. `eos_token_id` None means the model's own, `()`
+        none. `store` False loads only. `salt` separates tenants: no prefix is shared across salts.
+
+        Raises:
+            ValueError: an empty prompt, or a `generation_config` with beams or several sequences a prompt.
+            LMCacheError: closed.
+        """
+        started = time.perf_counter()
+        rows = _rows(input_ids, attention_mask)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        if generation_config is not None:
+            generation_config = _checked(generation_config, max_new_tokens)
+            max_new_tokens = generation_config.max_new_tokens
+        run = self._run(rows, self._contents(rows, salt), store=store, started=started)
+        lengths = [len(row) for row in rows]
+        with torch.inference_mode(), self._workspace.batch(lengths, max_new_tokens) as batch:
+            if generation_config is not None:
+                return run.sample(batch, generation_config)
+            eos = self._model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+            return run.greedy(batch, max_new_tokens, ids_of(eos))
+
+    def prefill(self, input_ids: Tensor | Sequence[int], *, salt: bytes = b"") -> PromptReport:
+        """Makes the KV of one text known, its tail included, so that prompts starting with it load it.
+
+        Worth it for a document or system prompt that several prompts share: what they share ends
+        anywhere, and only prompts' own ends are stored as tails.
+
+        Raises:
+            ValueError: no token, or more than one row.
+            LMCacheError: closed.
+        """
+        rows = _rows(input_ids, None)
+        if len(rows) != 1:
+            raise ValueError(f"prefill takes one prompt, not {len(rows)}")
+        contents = self._contents(rows, salt)
+        if contents[0] is not None and len(rows[0]) - self.engine.lookup(contents[0]).num_tokens < TAIL_UNIT:
+            return PromptReport(num_tokens=len(rows[0]), num_loaded_tokens=0, num_computed_tokens=0)
+        run = self._run(rows, contents, store=True, started=time.perf_counter())
+        with torch.inference_mode(), self._workspace.batch([len(rows[0])], 0) as batch:
+            return run.fill(batch, 0, len(rows[0]))[0]
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until what was stored has reached every tier it goes to; False if time ran out."""
+        return self.engine.flush(timeout_s)
+
+    def _run(
+        self, rows: Sequence[Tensor], contents: Sequence[Content | None], *, store: bool, started: float
+    ) -> Run:
+        return Run(self._model, self._forward, self.engine, rows, contents, store=store, started=started)
+
+    def _contents(self, rows: Sequence[Tensor], salt: bytes) -> list[Content | None]:
+        """The rows' identities; None where the cache must not be used."""
+        if self._closed:
+            raise LMCacheError("this generator is closed")
+        if self._watch.changed():
+            if not self._said_changed:
+                self._said_changed = True
+                log.warning(
+                    "the model's weights, buffers or mode changed since the cache was attached: nothing is "
+                    "loaded or stored any more; make a new CachedGenerator"
+                )
+            return [None] * len(rows)
+        lora = self._adapters.fingerprint()
+        return [self.engine.content(row.int().numpy(), salt=salt, lora=lora) for row in rows]
+
+
+def _rows(input_ids: TokenIds, attention_mask: Tensor | None) -> list[Tensor]:
+    """Each row's own tokens, int64, without its padding."""
+    if not isinstance(input_ids, Tensor):
+        nested = bool(input_ids) and not isinstance(input_ids[0], int)
+        batch: Any = input_ids if nested else [input_ids]
+        if attention_mask is not None:
+            raise ValueError("an attention_mask goes with a tensor; lists hold no padding")
+        rows = [torch.tensor(row, dtype=torch.int64) for row in batch]
+    else:
+        table = input_ids.detach().cpu().long()
+        table = table.unsqueeze(0) if table.dim() == 1 else table
+        if table.dim() != 2:
+            raise ValueError(f"input_ids must be [tokens] or [rows, tokens], not {list(input_ids.shape)}")
+        if attention_mask is None:
+            rows = list(table)
+        else:
+            mask = attention_mask.detach().cpu().bool().view_as(table)
+            rows = [row[own] for row, own in zip(table, mask, strict=True)]
+    for index, row in enumerate(rows):
+        if not len(row):
+            raise ValueError(f"prompt {index} has no token")
+    if not rows:
+        raise ValueError("no prompt given")
+    return rows
+
+
+def _checked(config: GenerationConfig, max_new_tokens: int) -> GenerationConfig:
+    if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
+        raise ValueError("beams and several sequences a prompt are not offered: repeat the prompt instead")
+    config = copy.deepcopy(config)
+    if config.max_new_tokens is None:
+        config.max_new_tokens = max_new_tokens
+    config.use_cache = True  # some models' default is False, and generate() then feeds all tokens again
+    return config
