@@ -14,6 +14,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 def block(language: str, containing: str) -> str:
     text = README.read_text(encoding="utf-8")
+    found: str
     [found] = [
         code for code in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if containing in code
     ]

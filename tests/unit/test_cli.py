@@ -17,6 +17,7 @@ from lmcache_core.cli import explain as explain_command
 from lmcache_core.cli import plugins as plugins_command
 from lmcache_core.cli.main import main
 from lmcache_core.errors import BackendUnavailable, ConfigError
+from lmcache_core.identity.keys import StorageKey
 from lmcache_core.registry import BackendSpec, PluginInfo, PluginState, Registry
 from lmcache_core.storage.contract import (
     API,
@@ -28,7 +29,6 @@ from lmcache_core.storage.contract import (
     Item,
     Outcome,
     Status,
-    StorageKey,
 )
 
 
