@@ -14,6 +14,8 @@ import click
 from lmcache_core.config import load_config
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from lmcache_core.engine.explain import Explanation, ModelFinding, PieceFinding
     from lmcache_core.identity import ModelRecord, Part
 
@@ -94,7 +96,8 @@ def _identify(folder: Path, dtype: str, chunk_tokens: int) -> tuple[ModelRecord,
 
     from lmcache_core.connectors.transformers import identify
 
-    return identify(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_gguf(folder)), chunk_tokens)
+    model: Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_gguf(folder))
+    return identify(model, chunk_tokens)
 
 
 def _lines(found: Explanation) -> list[str]:

@@ -5,7 +5,7 @@ Importing this imports torch and transformers.
 
 from __future__ import annotations
 
-from lmcache_core.connectors.transformers.generator import CachedGenerator
+from lmcache_core.connectors.transformers.generator import CachedGenerator, identify
 from lmcache_core.connectors.transformers.run import Generation, PromptReport
 
-__all__ = ["CachedGenerator", "Generation", "PromptReport"]
+__all__ = ["CachedGenerator", "Generation", "PromptReport", "identify"]

@@ -25,7 +25,7 @@ from lmcache_core.connectors.transformers.workspace import Workspace
 from lmcache_core.engine import CacheEngine
 from lmcache_core.errors import LMCacheError
 from lmcache_core.events import Observer
-from lmcache_core.identity import TAIL_UNIT, Content
+from lmcache_core.identity import TAIL_UNIT, Content, ModelRecord, Part
 from lmcache_core.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -178,6 +178,18 @@ class CachedGenerator:
             return [None] * len(rows)
         lora = self._adapters.fingerprint()
         return [self.engine.content(row.int().numpy(), salt=salt, lora=lora) for row in rows]
+
+
+def identify(model: torch.nn.Module, chunk_tokens: int) -> tuple[ModelRecord, Part]:
+    """The record and part under which a `CachedGenerator` of this model stores. Reads all its weights.
+
+    Raises:
+        UnsupportedModel: as `CachedGenerator`.
+    """
+    base = unwrapped(model)
+    check_model(base)
+    shape = probe(base, Forward(base))
+    return model_record(base, Adapters(model, base), shape, chunk_tokens), part_of(shape)
 
 
 def _rows(input_ids: TokenIds, attention_mask: Tensor | None) -> list[Tensor]:
