@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
 
 from lmcache_core.identity.keys import StorageKey
 
@@ -50,30 +52,62 @@ class Ended:
     num_writes: int = 0
 
 
+class _Child:
+    """The process that forks the victims. One serves a whole test run: starting it takes a while."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._lock = threading.Lock()  # guards the pipes: one request at a time
+        self._send(sys.path)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: object) -> dict[str, Any]:
+        """
+        Raises:
+            Violation: the child ended by itself.
+        """
+        assert self._process.stdout is not None
+        with self._lock:
+            self._send(request)
+            line = self._process.stdout.readline()
+        if not line:
+            raise Violation("the process that runs the store's operations ended by itself")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _send(self, message: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+
+_children: list[_Child] = []  # at most one; crash properties run one after another
+
+
+def _child() -> _Child:
+    if _children and not _children[0].alive:
+        _children.pop().end()
+    if not _children:
+        _children.append(_Child())
+        atexit.register(_children[0].end)
+    return _children[0]
+
+
 class Crasher:
-    """A fresh process that forks a victim for each `run`. A context manager."""
+    """Kills processes that use one store."""
 
     def __init__(self, harness: Harness, options: Mapping[str, object]) -> None:
         self._harness = harness
         self._options = dict(options)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        backend = harness.backend
-        self._send(sys.path)
-        self._send({"module": backend.__module__, "class": backend.__qualname__})
-
-    def __enter__(self) -> Crasher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
 
     def run(
         self, prepare: Sequence[Operate], act: Sequence[Operate], kill: CrashPoint | None = None
@@ -83,8 +117,10 @@ class Crasher:
         Raises:
             Violation: the victim could not open the store, or the child is gone.
         """
-        self._send(
+        told = _child().ask(
             {
+                "module": self._harness.backend.__module__,
+                "class": self._harness.backend.__qualname__,
                 "options": self._options,
                 "capacity_bytes": self._harness.capacity_bytes,
                 "prepare": [[o.name, o.key, o.version, o.nbytes] for o in prepare],
@@ -92,13 +128,8 @@ class Crasher:
                 "kill": None if kill is None else [kill.kind, kill.number],
             }
         )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise Violation("the process that runs the store's operations ended by itself")
-        told = json.loads(line)
         if "error" in told:
-            raise Violation(f"a second process could not use the store: {told['error']}")
+            raise Violation(f"another process could not use the store: {told['error']}")
         if "killed" in told:
             return Ended(killed=True)
         counts = told["counts"]
@@ -113,11 +144,6 @@ class Crasher:
         writes = [CrashPoint("write", n) for n in _spread(whole.num_writes, limit // 2)]
         lines = [CrashPoint("line", n) for n in _spread(whole.num_lines, max(limit - len(writes), 1))]
         return writes + lines
-
-    def _send(self, message: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
 
 
 def _spread(count: int, limit: int) -> list[int]:

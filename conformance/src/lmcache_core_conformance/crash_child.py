@@ -1,7 +1,6 @@
 """The process that is killed: forks once for each crash point, and dies there by SIGKILL.
 
-Started by `crash.Crasher`; reads one JSON object a line and answers with one. The first names the
-backend; each later one is a run: `prepare` and `act` are lists of operations,
+Started by `crash.Crasher`; reads one JSON object a line and answers with one. `prepare` and `act` are lists of operations,
 and `kill` says at which event of `act` to die (`line` n, `write` n; null: after all of it).
 
 It is a fresh process with one thread, so forking it is safe; importing everything once makes a crash
@@ -18,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache_core.config import parse_options
 from lmcache_core.identity.keys import storage_key
@@ -27,6 +26,7 @@ from lmcache_core.storage.contract import Backend
 from lmcache_core_conformance.driver import RecordingHost, Store
 from lmcache_core_conformance.values import PAGE, value_of
 
+T = TypeVar("T")
 _OWN = "lmcache_core_conformance"
 _WRITES = ("write", "pwrite", "writev", "pwritev")
 
@@ -42,20 +42,29 @@ class CrashPoint:
     def __init__(self, kind: str | None, number: int) -> None:
         self._kind = kind
         self._number = number
-        self.armed = False
+        self._armed = False
         self.counts = {"line": 0, "write": 0}
 
     def install(self) -> None:
-        """From now on every new frame and thread of this process is watched."""
+        """From now on every new thread of this process is watched; to be called before there is one."""
         for name in _WRITES:
             setattr(os, name, self._torn(getattr(os, name)))
         threading.settrace(self._trace)
+
+    def watch(self, work: Callable[[], T]) -> T:
+        """Runs `work` armed."""
+        self._armed = True
         sys.settrace(self._trace)
+        try:
+            return work()
+        finally:
+            sys.settrace(None)
+            self._armed = False
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:  # the interpreter's own signature
         if frame.f_globals.get("__name__", "").startswith(_OWN):
             return None
-        if event == "line" and self.armed:
+        if event == "line" and self._armed:
             self._reached("line")
         return self._trace
 
@@ -68,7 +77,7 @@ class CrashPoint:
 
     def _torn(self, write: Callable[..., int]) -> Callable[..., int]:
         def torn(descriptor: int, content: Any, *rest: int) -> int:
-            if self.armed and self._reached("write"):
+            if self._armed and self._reached("write"):
                 write(descriptor, _first_half(content), *rest)
                 die()
             return write(descriptor, content, *rest)
@@ -98,9 +107,7 @@ def _run(backend_class: type[Backend[Any]], request: dict[str, Any], answer: int
     host = RecordingHost(capacity_bytes=request["capacity_bytes"], deadline_s=30.0, max_in_flight=1)
     store = Store(backend, host, backend.open(host) or backend.capabilities, request["options"])
     statuses = [_operate(store, operation) for operation in request["prepare"]]
-    point.armed = True
-    statuses += [_operate(store, operation) for operation in request["act"]]
-    point.armed = False
+    statuses += point.watch(lambda: [_operate(store, operation) for operation in request["act"]])
     os.write(answer, json.dumps({"statuses": statuses, "counts": point.counts}).encode())
     die()
 
@@ -133,11 +140,10 @@ def _fork(backend_class: type[Backend[Any]], request: dict[str, Any]) -> dict[st
 
 def main() -> None:
     """Serves requests until the input ends."""
-    first = json.loads(sys.stdin.readline())
-    backend_class: Any = import_module(first["module"])
-    for name in first["class"].split("."):
-        backend_class = getattr(backend_class, name)
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(_fork(backend_class, json.loads(line))) + "\n")
+        request = json.loads(line)
+        backend_class: Any = import_module(request["module"])
+        for name in request["class"].split("."):
+            backend_class = getattr(backend_class, name)
+        sys.stdout.write(json.dumps(_fork(backend_class, request)) + "\n")
         sys.stdout.flush()
-

@@ -52,6 +52,8 @@ class Harness(ABC):
     """What one property may take: beyond it, the backend hangs."""
     threads_end_s: float = 5.0
     """What a thread may take to end after `close`, which doesn't wait for it."""
+    meeting_s: float = 2.0
+    """How long calls wait for each other to be inside the backend at once."""
     rounds: int = 200
     """Repetitions of each racing worker."""
     examples: int = 40

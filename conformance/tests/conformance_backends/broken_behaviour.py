@@ -131,7 +131,7 @@ class SharesABounceBuffer(MemoryBackend):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.bounce = b""
-        self.rendezvous = Rendezvous()
+        self.rendezvous = Rendezvous(patience_s=0.1)
 
     def gather(self, views: Sequence[View]) -> bytes:
         self.bounce = super().gather(views)
@@ -168,7 +168,7 @@ class FillsItsReadCacheLate(MemoryBackend):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.cache: dict[str, bytes] = {}
-        self.rendezvous = Rendezvous()
+        self.rendezvous = Rendezvous(patience_s=0.05)
 
     def read(self, key: StorageKey) -> bytes | None:
         cached = self.cache.get(key)

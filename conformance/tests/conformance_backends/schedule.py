@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 
-_PATIENCE_S = 0.05
-
 
 class Rendezvous:
     """Makes a race happen instead of hoping for it. Costs nothing while one thread only calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = 1.0) -> None:
+        self._patience_s = patience_s
         self._changed = threading.Condition()  # guards all below
         self._callers: set[int] = set()
         self._passes: dict[str, int] = {}
@@ -28,4 +27,4 @@ class Rendezvous:
             self._callers.add(threading.get_ident())
             if len(self._callers) > 1:
                 due = self._passes.get(point, 0) + passes
-                self._changed.wait_for(lambda: self._passes.get(point, 0) >= due, _PATIENCE_S)
+                self._changed.wait_for(lambda: self._passes.get(point, 0) >= due, self._patience_s)

@@ -18,7 +18,6 @@ from lmcache_core_conformance.verdicts import Violation, check
 
 _MAX_THREADS = 4
 _OPERATIONS_A_HISTORY = 40
-_MEETING_S = 2.0
 
 
 class Concurrency(Group):
@@ -48,22 +47,37 @@ class Concurrency(Group):
         values = [value_of(key, version, self.bench.fit(4 + version % 2)) for version in range(4)]
         self.put(store, key, values[0])
         largest, writing = self.bench.fit(5), [True]
+        under_way = [threading.Event() for _ in range(self._threads() - 1)]
 
         def write() -> None:
             try:
+                for reader in under_way:
+                    reader.wait()
                 for n in range(1, self.bench.harness.rounds // 4 + 2):
+                    if not writing[0]:
+                        break
                     self.put(store, key, values[n % len(values)])
             finally:
                 writing[0] = False
 
-        def read() -> None:
-            while writing[0]:
-                got = store.get(key, largest)
-                check(got.status is Status.OK, f"get during an overwrite: {got.status.name}")
-                if got.value not in values:
-                    raise Violation(f"a reader saw no whole version: {difference(values[0], got.value)}")
+        def reader(event: threading.Event) -> Callable[[], None]:
+            def read() -> None:
+                try:
+                    while writing[0]:
+                        got = store.get(key, largest)
+                        check(got.status is Status.OK, f"get during an overwrite: {got.status.name}")
+                        if got.value not in values:
+                            raise Violation(f"a reader saw no whole version: {difference(values[0], got.value)}")
+                        event.set()
+                except BaseException:
+                    writing[0] = False
+                    raise
+                finally:
+                    event.set()
 
-        self.bench.race(write, *([read] * (self._threads() - 1)))
+            return read
+
+        self.bench.race(write, *(reader(event) for event in under_way))
 
     @needs("max_in_flight")
     def test_racing_calls_on_one_key_have_an_order_that_explains_them(self) -> None:
@@ -89,7 +103,7 @@ class Concurrency(Group):
 
         def meet() -> None:
             with contextlib.suppress(threading.BrokenBarrierError):
-                meeting.wait(_MEETING_S)  # a backend that lets one in after the other never meets
+                meeting.wait(self.bench.harness.meeting_s)  # a backend that lets one in after the other never meets
 
         def caller(n: int) -> Callable[[], None]:
             def work() -> None:

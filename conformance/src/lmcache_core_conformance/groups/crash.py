@@ -56,8 +56,8 @@ class Crash(Group):
         place = self.bench.place()
         keys = [key_named(f"acknowledged-{n}") for n in range(3)]
         puts = [Operate("put", key, 1, self.bench.fit(_PAGES)) for key in keys]
-        with Crasher(self.bench.harness, place.options) as crasher:
-            ended = crasher.run([], puts)
+        crasher = Crasher(self.bench.harness, place.options)
+        ended = crasher.run([], puts)
         check(set(ended.statuses) == {"ok"}, f"puts in a fresh process ended {ended.statuses}")
         store = self.bench.open(place)
         for key in keys:
@@ -69,13 +69,13 @@ class Crash(Group):
         nbytes = self.bench.fit(_PAGES)
         place, neighbour = self.bench.place(), key_named("neighbour")
         prepare = [Operate("put", neighbour, 1, nbytes)]
-        with Crasher(self.bench.harness, place.options) as crasher:
-            points = crasher.points(prepare, [Operate("put", key_named("first"), 1, nbytes)])
-            for point in points:
-                key = key_named(f"put-{point.kind}-{point.number}")
-                crasher.run(prepare, [Operate("put", key, 1, nbytes)], point)
-                self._check_after(place, key, [None, value_of(key, 1, nbytes)], f"put at {point}")
-                self._check_neighbour(place, neighbour, value_of(neighbour, 1, nbytes), f"put at {point}")
+        crasher = Crasher(self.bench.harness, place.options)
+        points = crasher.points(prepare, [Operate("put", key_named("first"), 1, nbytes)])
+        for point in points:
+            key = key_named(f"put-{point.kind}-{point.number}")
+            crasher.run(prepare, [Operate("put", key, 1, nbytes)], point)
+            self._check_after(place, key, [None, value_of(key, 1, nbytes)], f"put at {point}")
+            self._check_neighbour(place, neighbour, value_of(neighbour, 1, nbytes), f"put at {point}")
 
     @needs("persistent")
     def test_kill_9_during_an_overwrite_leaves_the_old_or_the_new_value(self) -> None:
@@ -83,22 +83,22 @@ class Crash(Group):
         nbytes, place, key = self.bench.fit(_PAGES), self.bench.place(), key_named("overwritten")
         old, new = value_of(key, 1, nbytes), value_of(key, 2, nbytes)
         prepare, act = [Operate("put", key, 1, nbytes)], [Operate("put", key, 2, nbytes)]
-        with Crasher(self.bench.harness, place.options) as crasher:
-            for point in crasher.points(prepare, act):
-                crasher.run(prepare, act, point)
-                self._check_after(place, key, [old, new], f"overwrite at {point}")
+        crasher = Crasher(self.bench.harness, place.options)
+        for point in crasher.points(prepare, act):
+            crasher.run(prepare, act, point)
+            self._check_after(place, key, [old, new], f"overwrite at {point}")
 
     @needs("persistent", "delete")
     def test_kill_9_during_a_delete_leaves_the_value_or_nothing(self) -> None:
         """A value whose name goes before its bytes, or the other way round, is a lie or a leak."""
         nbytes, place = self.bench.fit(_PAGES), self.bench.place()
-        with Crasher(self.bench.harness, place.options) as crasher:
-            first = key_named("first")
-            points = crasher.points([Operate("put", first, 1, nbytes)], [Operate("delete", first)])
-            for point in points:
-                key = key_named(f"delete-{point.kind}-{point.number}")
-                crasher.run([Operate("put", key, 1, nbytes)], [Operate("delete", key)], point)
-                self._check_after(place, key, [None, value_of(key, 1, nbytes)], f"delete at {point}")
+        crasher = Crasher(self.bench.harness, place.options)
+        first = key_named("first")
+        points = crasher.points([Operate("put", first, 1, nbytes)], [Operate("delete", first)])
+        for point in points:
+            key = key_named(f"delete-{point.kind}-{point.number}")
+            crasher.run([Operate("put", key, 1, nbytes)], [Operate("delete", key)], point)
+            self._check_after(place, key, [None, value_of(key, 1, nbytes)], f"delete at {point}")
 
     @needs("persistent")
     def test_what_killed_writers_leave_behind_is_swept(self) -> None:
@@ -106,13 +106,13 @@ class Crash(Group):
         nbytes, place, key = self.bench.fit(_PAGES), self.bench.place(), key_named("swept")
         prepare, act = [Operate("put", key, 1, nbytes)], [Operate("put", key, 2, nbytes)]
         seen: list[int] = []
-        with Crasher(self.bench.harness, place.options) as crasher:
-            points = crasher.points(prepare, act, limit=_SWEPT_POINTS)
-            for _ in range(3):
-                for point in points:
-                    crasher.run(prepare, act, point)
-                self.bench.open(place).close()
-                seen.append(self.bench.harness.medium_objects(place.directory))
+        crasher = Crasher(self.bench.harness, place.options)
+        points = crasher.points(prepare, act, limit=_SWEPT_POINTS)
+        for _ in range(3):
+            for point in points:
+                crasher.run(prepare, act, point)
+            self.bench.open(place).close()
+            seen.append(self.bench.harness.medium_objects(place.directory))
         check(
             not seen[0] < seen[1] < seen[2],
             f"after three times {len(points)} crashes and a reopen the medium holds {seen} objects",
