@@ -169,7 +169,7 @@ class Flight:
             outcome = self._timely(failed(error))
             self._note(attempt, outcome)
             for index in unsettled:
-                self._conclude(index, outcome, None)
+                self._conclude(index, outcome, None, retryable=True)
             for index in abandoned:
                 self._land(index, outcome)
         self._let_go(attempt, 1 + len(unsettled) + len(abandoned))
