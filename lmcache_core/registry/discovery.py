@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -33,7 +33,7 @@ class _Loaded:
     backends: tuple[tuple[PluginInfo, BackendSpec], ...] = ()
     problem: PluginInfo | None = None
     commands: tuple[click.Command, ...] = ()
-    others: tuple[PluginInfo, ...] = field(default=())
+    others: tuple[PluginInfo, ...] = ()
 
 
 class Registry:
