@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lmcache_core.sdk import DeadlineExceeded, Item, Outcome, Status, StorageKey, View
 from lmcache_core_disk.backend import DiskBackend
 from lmcache_core_disk.config import DiskConfig
 from lmcache_core_disk.files import Files
-
-from lmcache_core.sdk import DeadlineExceeded, Item, Outcome, Status, StorageKey, View
 
 PAGE = 4096
 MIB = 1 << 20

@@ -144,3 +144,25 @@ def test_deletes_succeed_when_the_journal_can_grow_no_more(open_disk: OpenDisk) 
 def test_no_capacity_or_too_little_is_a_config_error(open_disk: OpenDisk, capacity: int | None) -> None:
     with pytest.raises(Exception, match="capacity"):
         open_disk(host=Host(capacity_bytes=capacity), processes=2)
+
+
+def test_a_full_store_with_a_long_journal_stays_within_the_capacity(
+    open_disk: OpenDisk, tmp_path: Path
+) -> None:
+    highest = 0
+
+    def after(name: str) -> None:
+        nonlocal highest
+        if name in ("pwritev", "rename") and (tmp_path / "cache").exists():
+            highest = max(highest, occupied_nbytes(tmp_path / "cache"))
+
+    disk = open_disk(files=ProbedFiles(after=after), host=Host(capacity_bytes=MIB))
+    name = "c-" + "0" * 110
+    for number in range(800):
+        key = f"{name}-{number % 260}"
+        if disk.put(key, number, 1, parent=key).status is Status.FULL:
+            for victim in disk.keys()[:20]:
+                assert disk.delete(victim).status is Status.OK
+    assert disk.backend.stats().counters["compactions"] > 0
+    assert disk.backend.stats().counters["full"] > 0
+    assert 0.9 * MIB < highest <= MIB

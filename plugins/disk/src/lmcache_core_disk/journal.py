@@ -52,7 +52,7 @@ class Value:
     @property
     def parent(self) -> StorageKey | None:
         parent = self.record[_HEAD.size + len(self.key) :]
-        return StorageKey(parent.decode("ascii")) if parent else None
+        return StorageKey(parent.decode("latin-1")) if parent else None
 
 
 def put_record(
@@ -105,7 +105,7 @@ def replay(memory: bytes) -> Replay:
             break
         if crc32(view[position + 4 : end]) != checksum:
             break
-        key = StorageKey(str(view[names : names + key_length], "ascii"))
+        key = StorageKey(str(view[names : names + key_length], "latin-1"))
         old = values.pop(key, None)
         if old is not None:
             del owners[old.slot]

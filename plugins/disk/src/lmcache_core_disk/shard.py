@@ -128,43 +128,51 @@ class Directory:
         """
         numbers = self.numbers()
         metas = {number: self._meta(number) for number in numbers}
-        free: list[tuple[bool, float, Shard]] = []
-        holders: list[str] = []
+        opened: list[Shard] = []
         try:
-            for number in numbers:
-                shard = Shard(self._files, self._fd, number)
-                if shard.try_own():
-                    ours = not parts or bool(set(parts) & set(metas[number].parts))
-                    free.append((ours, shard.last_written(), shard))
-                else:
-                    holders.append(f"{shard.name} by process {shard.holder()}")
-                    shard.close()
-            free.sort(key=lambda row: row[:2])
-            if free and free[-1][0]:
-                chosen = free.pop()[2]
-            elif len(numbers) < self.processes and self._has_room_for_one_more(metas):
-                number = next(n for n in range(len(numbers) + 1) if n not in numbers)
-                chosen = Shard(self._files, self._fd, number)
-                chosen.create()
-            elif free:
-                chosen = free.pop(0)[2]
-            elif len(numbers) < self.processes:
-                raise BackendUnavailable(
-                    f"{self.path}: other processes still hold all of its capacity "
-                    f"({', '.join(holders)}); it is shared anew as they evict or end"
-                )
-            else:
-                raise BackendUnavailable(
-                    f"{self.path}: all {len(numbers)} shards are in use ({', '.join(holders)}); "
-                    f"end those processes, or raise `processes` (now {self.processes})"
-                )
+            chosen = self._choose(metas, parts, opened)
+            opened.remove(chosen)
         finally:
-            for _, _, shard in free:
+            for shard in opened:
                 shard.close()
         before = metas.get(chosen.number, Meta(0))
         kept = [part for part in before.parts if part not in parts]
         chosen.meta = Meta(before.claim_nbytes, (*parts, *kept)[:_KEPT_PARTS])
         return chosen
+
+    def _choose(self, metas: Mapping[int, Meta], parts: Sequence[str], opened: list[Shard]) -> Shard:
+        """Picks a shard and owns it; appends every shard that it opened to `opened`."""
+        free: list[tuple[bool, float, Shard]] = []
+        holders: list[str] = []
+        for number, meta in metas.items():
+            shard = Shard(self._files, self._fd, number)
+            opened.append(shard)
+            if shard.try_own():
+                ours = not parts or not set(parts).isdisjoint(meta.parts)
+                free.append((ours, shard.last_written(), shard))
+            else:
+                holders.append(f"{shard.name} by process {shard.holder()}")
+        free.sort(key=lambda row: row[:2])
+        if free and free[-1][0]:
+            return free[-1][2]
+        if len(metas) < self.processes and self._has_room_for_one_more(metas):
+            number = next(n for n in range(len(metas) + 1) if n not in metas)
+            shard = Shard(self._files, self._fd, number)
+            opened.append(shard)
+            shard.create()
+            return shard
+        if free:
+            return free[0][2]
+        held = ", ".join(holders)
+        if len(metas) < self.processes:
+            raise BackendUnavailable(
+                f"{self.path}: other processes still hold all of its capacity ({held}); it is shared anew "
+                f"as they evict or end"
+            )
+        raise BackendUnavailable(
+            f"{self.path}: all {len(metas)} shards are in use ({held}); end those processes, or raise "
+            f"`processes` (now {self.processes})"
+        )
 
     def surplus(self, own: Shard, used_nbytes: int) -> Shard | None:
         """A free shard to take in: there are more than `processes`, or more claimed than the capacity."""

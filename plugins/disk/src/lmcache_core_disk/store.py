@@ -59,6 +59,8 @@ class Store:
                 other.close()
         self._trim(self.directory.capacity_nbytes - self.directory.others_nbytes(self.shard))
         self.slots.limit = self.directory.divide(self.shard, self.slots.used_nbytes)
+        self.slots.shrink()  # free slots above our share serve others better
+        self.relax()
         if self.slots.limit <= 0:
             raise BackendUnavailable(f"{self.directory.path}: other processes hold all of its capacity")
 
@@ -158,7 +160,11 @@ def open_store(
                 io = DirectIO(files, direct=direct_io, where=str(directory.path))
                 io.probe(shard.fd)
                 store = Store(files, directory, shard, io)
-                store.load()
+                try:
+                    store.load()
+                except BaseException:
+                    store.journal.close()
+                    raise
             except BaseException:
                 shard.close()
                 raise
