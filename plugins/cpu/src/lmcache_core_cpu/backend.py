@@ -84,16 +84,12 @@ class CpuBackend(Backend[CpuConfig]):
         return self._keep(key, hold, None)
 
     def borrow(self, key: StorageKey) -> Lease | None:
-        value = self._values.get(key)  # one dict look-up: atomic without the lock
-        if value is None:
-            return None
-        lease = value.hold.lease("cpu")
-        if lease is None:
-            self._forget(key, value)
-        return lease
+        found = self._find(key)
+        return None if found is None else found[1]
 
     def discard(self, key: StorageKey, hold: Hold) -> bool:
-        value = self._values.get(key)
+        with self._lock:
+            value = self._values.get(key)
         current = value is not None and value.hold is hold and self._forget(key, value)
         hold.drop()
         return current
@@ -119,12 +115,7 @@ class CpuBackend(Backend[CpuConfig]):
     def delete_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         for index, key in enumerate(keys):
             call.remaining()
-            value = self._live(key)
-            if value is not None and self._forget(key, value):
-                value.hold.drop()
-                call.done(index, Outcome(status=Status.OK, nbytes=value.hold.nbytes, token=value.token))
-            else:
-                call.done(index, MISS)
+            call.done(index, self._delete(key))
 
     def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
         """Oldest first; the cursor is the last token seen, so a value stored anew is seen again."""
@@ -187,15 +178,25 @@ class CpuBackend(Backend[CpuConfig]):
             keys = list(self._values)
         return sum(self._live(key) is None for key in keys) > 0
 
+    def _find(self, key: StorageKey) -> tuple[Value, Lease] | None:
+        """The value of `key` under a lease, forgetting one whose memory the pool took back."""
+        while True:
+            with self._lock:  # a replacement takes two steps: without it, a reader might fall between
+                value = self._values.get(key)
+            if value is None:
+                return None
+            lease = value.hold.lease("cpu")
+            if lease is not None:
+                return value, lease
+            if self._forget(key, value):
+                return None
+            # Replaced or deleted since we looked: look again, or a value there would be called a miss.
+
     def _live(self, key: StorageKey) -> Value | None:
-        """The value of `key`, forgetting it when its memory is gone."""
-        value = self._values.get(key)
-        if value is None:
+        found = self._find(key)
+        if found is None:
             return None
-        lease = value.hold.lease("cpu")
-        if lease is None:
-            self._forget(key, value)
-            return None
+        value, lease = found
         lease.release()
         return value
 
@@ -227,10 +228,10 @@ class CpuBackend(Backend[CpuConfig]):
         return outcome
 
     def _get(self, item: Item) -> Outcome:
-        value = self._values.get(item.key)
-        lease = value.hold.lease("cpu") if value is not None else None
-        if value is None or lease is None:
+        found = self._find(item.key)
+        if found is None:
             return MISS
+        value, lease = found
         with lease:
             if item.whole and lease.nbytes > item.nbytes:
                 return Outcome(status=Status.TOO_SMALL, nbytes=lease.nbytes)
@@ -244,6 +245,13 @@ class CpuBackend(Backend[CpuConfig]):
                 position += piece
                 rest -= piece
         return Outcome(status=Status.OK, nbytes=nbytes, token=value.token)
+
+    def _delete(self, key: StorageKey) -> Outcome:
+        while (value := self._live(key)) is not None:
+            if self._forget(key, value):
+                value.hold.drop()
+                return _describe(value)
+        return MISS
 
     def _closed(self, op: str, key: StorageKey) -> Outcome:
         error = BackendClosed("closed", backend=self._tier, op=op, key=key)

@@ -67,7 +67,8 @@ class Catalog:
         return key in self._values
 
     def find(self, key: StorageKey) -> Value | None:
-        return self._values.get(key)
+        with self._lock:  # a replacement takes two steps: without it, a reader might fall between
+            return self._values.get(key)
 
     def oldest(self) -> StorageKey | None:
         with self._lock:
