@@ -144,7 +144,7 @@ def test_threads_that_pin_and_unpin_leave_nothing_pinned(pins: PinTable) -> None
                 lookup_id = pins.pin([("cpu", A), ("cpu", B)], owner=str(number), ttl_s=60)
                 assert pins.pinned("cpu", A)
                 assert pins.unpin(lookup_id) == 2
-        except BaseException as error:  # noqa: BLE001 - carried to the test's thread
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

@@ -131,6 +131,14 @@ def test_a_slightly_smaller_frame_shares_the_class_and_a_much_smaller_one_does_n
     release([whole, near, far])
 
 
+def test_a_larger_class_is_not_shared_where_only_the_exact_size_leaves_the_reserve_alone() -> None:
+    pool = pool_of(8 * GRAIN, reserved_bytes=8 * KIB)
+    load = pool.allocate(4 * GRAIN, owner="load", deadline=0.0, reserve=True)
+    store = pool.allocate(4 * GRAIN - 8 * KIB, owner="store", deadline=0.0)
+    assert store.slot_nbytes == store.nbytes
+    release([load, store])
+
+
 def test_a_frame_larger_than_the_pool_is_refused_at_once_with_the_sizes() -> None:
     pool = pool_of(4 * GRAIN)
     with pytest.raises(PoolFull, match=f"{5 * GRAIN} bytes can't fit the memory pool of {4 * GRAIN}"):
