@@ -26,7 +26,6 @@ from lmcache_core.sdk import (
     Page,
     Status,
     StorageKey,
-    cut,
     host_memory,
     status_for_errno,
 )
@@ -34,12 +33,11 @@ from lmcache_core_disk.config import DiskConfig
 from lmcache_core_disk.direct_io import PAGE
 from lmcache_core_disk.files import Files
 from lmcache_core_disk.journal import Value
+from lmcache_core_disk.reading import MISS, Lost, Reading
 from lmcache_core_disk.shard import LEAST_NBYTES, Directory, unusable
 from lmcache_core_disk.store import Store, open_store
 
 log = logging.getLogger(__name__)
-
-MISS = Outcome(status=Status.MISS)
 
 
 class DiskBackend(Backend[DiskConfig]):
@@ -133,8 +131,22 @@ class DiskBackend(Backend[DiskConfig]):
 
     def get_many(self, items: Sequence[Item], call: Call) -> None:
         with self._running("get") as store:
-            for index, item in enumerate(items):
-                call.done(index, self._get(store, item, call))
+            ahead = Reading(store, items[0]) if items else None
+            try:
+                for index, item in enumerate(items):
+                    call.remaining()
+                    assert ahead is not None
+                    reading, ahead = ahead, None
+                    try:
+                        outcome = self._get(store, item, reading, call)
+                    finally:
+                        reading.close()
+                    if index + 1 < len(items):
+                        ahead = Reading(store, items[index + 1])
+                    call.done(index, outcome)
+            finally:
+                if ahead is not None:
+                    ahead.close()
 
     def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         with self._running("stat") as store:
@@ -199,29 +211,19 @@ class DiskBackend(Backend[DiskConfig]):
         self._count("puts")
         return _described(value)
 
-    def _get(self, store: Store, item: Item, call: Call) -> Outcome:
-        call.remaining()
+    def _get(self, store: Store, item: Item, reading: Reading, call: Call) -> Outcome:
         if item.offset % PAGE or item.nbytes % PAGE:
             return self._refused("get", item, f"a range must be whole pages of {PAGE}")
-        with store.catalog.reading(item.key) as value:
-            if value is None or (not item.whole and item.offset + item.nbytes > value.nbytes):
-                return MISS
-            if item.whole and value.nbytes > item.nbytes:
-                return Outcome(status=Status.TOO_SMALL, nbytes=value.nbytes)
-            wanted = value.nbytes if item.whole else item.nbytes
-            buffers = [host_memory(view) for view in cut(item.views, 0, wanted)]
-            reason = "its file is too short"
-            try:
-                nbytes = store.slots.read(value.slot, buffers, item.offset)
-            except FileNotFoundError:
-                nbytes, reason = 0, "its file is gone"
-            except OSError as error:
-                return self._outcome(error, "get", item.key)
-        if nbytes < wanted:
-            self._lose(store, value, reason, call)
+        try:
+            outcome = reading.run()
+        except Lost as lost:
+            self._lose(store, lost, call)
             return MISS
-        self._count("gets")
-        return Outcome(status=Status.OK, nbytes=nbytes, token=value.token)
+        except OSError as error:
+            return self._outcome(error, "get", item.key)
+        if outcome.status is Status.OK:
+            self._count("gets")
+        return outcome
 
     def _delete(self, store: Store, key: StorageKey, call: Call) -> Outcome:
         call.remaining()
@@ -231,16 +233,17 @@ class DiskBackend(Backend[DiskConfig]):
             return self._outcome(error, "delete", key)
         return MISS if value is None else _described(value)
 
-    def _lose(self, store: Store, value: Value, reason: str, call: Call) -> None:
-        """Drops a value that somebody removed or cut behind our back, and tells the core."""
+    def _lose(self, store: Store, lost: Lost, call: Call) -> None:
+        """Drops a value that can't be read any more, and tells the core."""
         self._count("lost")
-        log.warning("%s: %s was lost: %s", store.directory.path, value.key, reason)
+        value = lost.value
+        log.warning("%s: %s", store.directory.path, lost)
         try:
             store.catalog.remove(value.key, call, only=value)
         except OSError as error:
             log.warning("%s: %s could not be dropped: %s", store.directory.path, value.key, error)
         if self._host is not None:
-            self._host.lost([(value.key, value.token)], reason)
+            self._host.lost([(value.key, value.token)], lost.reason)
 
     # -- inside ----------------------------------------------------------------------------------
 

@@ -78,22 +78,20 @@ class Catalog:
         with self._lock:
             return list(self._values.values())
 
-    @contextmanager
-    def reading(self, key: StorageKey) -> Iterator[Value | None]:
-        """The value, its slot safe from recycling until the block ends."""
+    def acquire(self, key: StorageKey) -> Value | None:
+        """The value, its slot safe from recycling until `release`."""
         with self._lock:
             value = self._values.get(key)
             if value is not None:
                 value.readers += 1
-        try:
-            yield value
-        finally:
-            if value is not None:
-                with self._lock:
-                    value.readers -= 1
-                    last = value.gone and value.readers == 0
-                if last:
-                    self._leave(value)
+            return value
+
+    def release(self, value: Value) -> None:
+        with self._lock:
+            value.readers -= 1
+            last = value.gone and value.readers == 0
+        if last:
+            self._leave(value)
 
     def page(self, prefix: str, after: int, limit: int) -> tuple[list[Value], bool]:
         """Up to `limit` values with tokens above `after`, oldest first, and whether there may be more."""

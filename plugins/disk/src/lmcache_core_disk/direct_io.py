@@ -52,7 +52,11 @@ class DirectIO:
                 memory[:8] = b"lmcache?"
                 self.write(_PROBE, dir_fd, [memory], create=True)
                 memory[:8] = bytes(8)
-                nbytes = self.read(_PROBE, dir_fd, [memory], 0)
+                fd = self.open(_PROBE, dir_fd)
+                try:
+                    nbytes = self.read(fd, [memory], 0)
+                finally:
+                    self.files.close(fd)
                 if nbytes != PAGE or bytes(memory[:8]) != b"lmcache?":
                     raise OSError(errno.EIO, "a page did not read back as it was written")
             finally:
@@ -60,51 +64,58 @@ class DirectIO:
                 with contextlib.suppress(FileNotFoundError):
                     self.files.unlink(_PROBE, dir_fd)
 
-    def read(self, name: str, dir_fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    # A file is opened for one transfer, and closed by the thread that opened it: a descriptor that
+    # nobody shares can't be closed under a reader. Opening costs microseconds, a frame milliseconds.
+
+    def open(self, name: str, dir_fd: int, flags: int = os.O_RDONLY) -> int:
+        """A descriptor for one transfer; the caller closes it."""
+        if self._direct:
+            try:
+                return self.files.open(name, flags | os.O_DIRECT, dir_fd)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                refusal = error.errno
+            fd = self.files.open(name, flags, dir_fd)  # raises the same if it was the request's fault
+            self._degrade(refusal)
+            return fd
+        return self.files.open(name, flags, dir_fd)
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fills `buffers` from `offset` on; returns the bytes read, fewer only at the file's end."""
-        return self._fall_back(lambda direct: self._read(name, dir_fd, buffers, offset, direct))
+        return self._transfer(self.files.preadv, fd, buffers, offset)
 
     def write(self, name: str, dir_fd: int, buffers: Sequence[memoryview], *, create: bool) -> int:
         """Writes `buffers` from the file's start on; returns the bytes that the file then occupies.
 
         After an OSError the file's contents are unspecified.
         """
-        flags = os.O_WRONLY | (os.O_CREAT | os.O_TRUNC if create else 0)
-        return self._fall_back(lambda direct: self._write(name, dir_fd, buffers, flags | direct))
-
-    def _fall_back(self, transfer: Callable[[int], int]) -> int:
-        if not self._direct:
-            return transfer(0)
-        try:
-            return transfer(os.O_DIRECT)
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-            refusal = error.errno
-        # Succeeding without direct I/O tells a refusal from a fault of the request itself.
-        result = transfer(0)
-        self._degrade(refusal)
-        return result
-
-    # A file is opened for one transfer, and closed by the thread that opened it: a descriptor that
-    # nobody shares can't be closed under a reader. Opening costs microseconds, a frame milliseconds.
-
-    def _read(self, name: str, dir_fd: int, buffers: Sequence[memoryview], offset: int, direct: int) -> int:
-        fd = self.files.open(name, os.O_RDONLY | direct, dir_fd)
-        try:
-            return move(self.files.preadv, fd, buffers, offset)
-        finally:
-            self.files.close(fd)
-
-    def _write(self, name: str, dir_fd: int, buffers: Sequence[memoryview], flags: int) -> int:
-        fd = self.files.open(name, flags, dir_fd)
+        fd = self.open(name, dir_fd, os.O_WRONLY | (os.O_CREAT | os.O_TRUNC if create else 0))
         try:
             wanted = sum(len(buffer) for buffer in buffers)
-            if move(self.files.pwritev, fd, buffers, 0) < wanted:
+            if self._transfer(self.files.pwritev, fd, buffers, 0) < wanted:
                 raise OSError(errno.EIO, "the file system wrote less than it was given")
             return self.files.fstat(fd).st_blocks * 512
         finally:
             self.files.close(fd)
+
+    def _transfer(
+        self,
+        transfer: Callable[[int, Sequence[memoryview], int], int],
+        fd: int,
+        buffers: Sequence[memoryview],
+        offset: int,
+    ) -> int:
+        try:
+            return move(transfer, fd, buffers, offset)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            refusal = error.errno
+        self.files.set_buffered(fd)
+        moved = move(transfer, fd, buffers, offset)  # raises the same if it was the request's fault
+        self._degrade(refusal)
+        return moved
 
     def _degrade(self, refusal: int) -> None:
         with self._lock:

@@ -166,8 +166,9 @@ class Slots:
             dropped += victim.charged
         return dropped > 0
 
-    def read(self, slot_id: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._io.read(_name(slot_id), self._dir_fd, buffers, offset)
+    def open(self, slot_id: int) -> int:
+        """A descriptor to read the slot by, for the caller to close."""
+        return self._io.open(_name(slot_id), self._dir_fd)
 
     def give_back(self, slot: Slot) -> None:
         """Takes back a slot that nothing names or reads; keeps its file unless too much is used."""
