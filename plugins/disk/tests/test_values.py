@@ -269,3 +269,42 @@ def test_a_directory_deleted_while_in_use_fails_puts_and_misses_gets(disk: Disk)
     assert disk.get("a")[0].status is Status.MISS
     assert disk.put("b", 1, 4).status is Status.FAILED
     assert not disk.path.exists()
+
+
+def test_the_next_file_of_a_batch_is_open_before_an_item_is_settled(open_disk: OpenDisk) -> None:
+    story: list[str] = []
+
+    def before(name: str, argument: object) -> None:
+        if name in ("open", "preadv"):
+            story.append(name)
+
+    disk = open_disk(files=ProbedFiles(before))
+    for number in range(3):
+        disk.put(f"k-{number}", number)
+    story.clear()
+    call = Call(on_done=lambda index: story.append(f"settled {index}"))
+    items = [Item(StorageKey(f"k-{number}"), Memory(PAGE).views) for number in range(3)]
+    disk.backend.get_many(items, call)
+    assert story == [
+        *("open", "preadv", "open", "settled 0"),
+        *("preadv", "open", "settled 1"),
+        *("preadv", "settled 2"),
+    ]
+
+
+def test_a_batch_of_reads_cut_short_leaves_no_file_open_and_no_slot_in_use(disk: Disk) -> None:
+    for number in range(3):
+        disk.put(f"k-{number}", number, 4)
+    files = len(os.listdir("/proc/self/fd"))
+    call = Call()
+
+    def cancel(index: int) -> None:
+        call.cancelled = True
+
+    call.on_done = cancel
+    with pytest.raises(DeadlineExceeded):
+        disk.backend.get_many([Item(StorageKey(f"k-{n}"), Memory(4 * PAGE).views) for n in range(3)], call)
+    assert list(call.outcomes) == [0]
+    assert len(os.listdir("/proc/self/fd")) == files
+    disk.delete("k-1")
+    assert disk.backend.stats().counters["free_slot_bytes"] == 4 * PAGE
