@@ -38,7 +38,7 @@ from lmcache_core.storage.alarm import Alarm
 from lmcache_core.storage.attempt import Attempt
 from lmcache_core.storage.breaker import Breaker, BreakerState
 from lmcache_core.storage.call import Job, Operation
-from lmcache_core.storage.contract import Backend, C, Capabilities, Entry, Host, Outcome, Status
+from lmcache_core.storage.contract import Backend, BackendStats, C, Capabilities, Entry, Host, Outcome, Status
 from lmcache_core.storage.faults import failed, wrapped
 from lmcache_core.storage.flight import Flight
 from lmcache_core.storage.lifecycle import close_backend, open_backend
@@ -245,6 +245,15 @@ class TierExecutor:
             write_breaker=self._write_breaker.state,
             counters=counters,
         )
+
+    def backend_stats(self) -> BackendStats:
+        """The backend's own counters; empty ones where it fails to tell."""
+        try:
+            stats = self._backend.stats()
+        except Exception:  # recorded boundary: plugins are foreign code
+            log.exception("tier %s: stats failed", self._tier)
+            return BackendStats()
+        return stats if isinstance(stats, BackendStats) else BackendStats()
 
     # --- for its flights
 

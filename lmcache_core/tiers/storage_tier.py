@@ -132,7 +132,7 @@ class StorageTier:
             raise
         self.capabilities = capabilities
         self.exact = exact
-        self.capacity_bytes = self._options.capacity_bytes if exact and capabilities.delete else None
+        self.capacity_bytes = self._bound(executor) if exact and capabilities.delete else None
         self.index.set_capacity(self.capacity_bytes)
         self.index.load(
             [
@@ -155,6 +155,11 @@ class StorageTier:
             executor.close(self._clock())
         else:
             self._emit(TierUp(tier=self.name))
+
+    def _bound(self, executor: TierExecutor) -> int | None:
+        """What the tier may hold: the configured bound, or the smaller share that the store says is ours."""
+        bounds = (self._options.capacity_bytes, executor.backend_stats().capacity_bytes)
+        return min([bound for bound in bounds if bound is not None], default=None)
 
     def close(self, deadline: float) -> None:
         """Writes what waits, as far as the deadline allows, and closes the backend. Idempotent."""
