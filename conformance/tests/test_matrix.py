@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from conformance_backends import broken_behaviour, broken_values
 from conformance_backends.catalogue import ANYTHING, CATALOGUE, Broken
 from conformance_backends.files import FileBackend
@@ -32,9 +33,12 @@ class SmallHarness(Harness):
     threads_end_s = 0.05
     meeting_s = 0.5
     rounds = 30
+    interruptions = 60
     examples = 10
     crash_points = 24
-    directory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None  # making directories there costs little
+    directory = (
+        Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    )  # making directories there costs little
 
     def __init__(self, backend: type[Backend[Any]]) -> None:
         self._backend_class = backend
@@ -90,7 +94,7 @@ def test_a_broken_backend_fails_its_property_and_only_close_neighbours(broken: B
     assert broken.fails in failed
     if broken.also == ANYTHING:
         return
-    harness.crash_points = 4  # enough for neighbours
+    harness.crash_points = harness.interruptions = harness.examples = harness.rounds = 4  # to see neighbours
     names = {prop.name for prop in PROPERTIES} - {broken.fails, *broken.also}
     others = failures(run(harness, properties=names))
     assert not others, explain(others)

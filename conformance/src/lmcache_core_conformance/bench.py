@@ -14,9 +14,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lmcache_core.storage.contract import Backend, Capabilities, Resident
-
 from lmcache_core_conformance.driver import RecordingHost, Store
 from lmcache_core_conformance.harness import Harness
+from lmcache_core_conformance.preemption import Preemption
 from lmcache_core_conformance.values import PAGE
 from lmcache_core_conformance.verdicts import NotApplicable, Violation
 
@@ -103,28 +103,34 @@ class Bench:
         maximum = self.capabilities.max_value_bytes
         return pages * PAGE if maximum is None else min(pages * PAGE, maximum // PAGE * PAGE)
 
-    def race(self, *workers: Callable[[], None]) -> None:
-        """Runs the workers at once, each on its own thread, switching between them often.
+    def race(self, store: Store, *workers: Callable[[], None], seed: int = 0) -> None:
+        """Runs the workers at once, each on its own thread, stopping them inside the backend by `seed`.
 
         Raises:
             BaseException: the first one that a worker raised, after all have ended.
         """
-        barrier = threading.Barrier(len(workers))
+        barrier, preemption = threading.Barrier(len(workers)), Preemption(len(workers), seed)
         errors: list[BaseException] = []
+        store.after_call = preemption.completed
 
-        def run(worker: Callable[[], None]) -> None:
+        def run(number: int, worker: Callable[[], None]) -> None:
             try:
                 barrier.wait()
-                worker()
+                with preemption.thread(number):
+                    worker()
             except BaseException as error:  # noqa: BLE001 (handed to the caller below)
                 errors.append(error)
 
-        threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in workers]
+        threads = [
+            threading.Thread(target=run, args=(number, worker), daemon=True)
+            for number, worker in enumerate(workers)
+        ]
         with _frequent_switches():
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
+        store.after_call = None
         if errors:
             raise errors[0]
 
@@ -183,6 +189,13 @@ def uneven_cuts(nbytes: int, pieces: int) -> Sequence[int]:
     if pages:
         lengths.append(pages * PAGE)
     return lengths
+
+
+def spread(count: int, limit: int) -> list[int]:
+    """Up to `limit` of the numbers 1 to `count`, evenly spread, the first and the last among them."""
+    if count <= limit or limit < 2:
+        return list(range(1, count + 1))[: max(limit, 1)]
+    return sorted({1 + round(n * (count - 1) / (limit - 1)) for n in range(limit)})
 
 
 @contextlib.contextmanager

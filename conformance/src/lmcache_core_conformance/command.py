@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 import msgspec
+from rich.console import Console
+from rich.markup import escape
+
 from lmcache_core.config import ByteSize, Duration, parse_options
 from lmcache_core.config.document import read_document
 from lmcache_core.registry import discover
 from lmcache_core.storage.contract import Backend
-from rich.console import Console
-from rich.markup import escape
-
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.runner import Report, Result, run
 from lmcache_core_conformance.suite import GROUPS

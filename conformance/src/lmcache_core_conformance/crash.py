@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.identity.keys import StorageKey
-
+from lmcache_core_conformance.bench import spread
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.verdicts import Violation
 
@@ -141,13 +141,6 @@ class Crasher:
         """Where to kill `act`: writes and lines spread evenly, `limit` (`Harness.crash_points`) in all."""
         whole = self.run(prepare, act)
         limit = limit or self._harness.crash_points
-        writes = [CrashPoint("write", n) for n in _spread(whole.num_writes, limit // 2)]
-        lines = [CrashPoint("line", n) for n in _spread(whole.num_lines, max(limit - len(writes), 1))]
+        writes = [CrashPoint("write", n) for n in spread(whole.num_writes, limit // 2)]
+        lines = [CrashPoint("line", n) for n in spread(whole.num_lines, max(limit - len(writes), 1))]
         return writes + lines
-
-
-def _spread(count: int, limit: int) -> list[int]:
-    """Up to `limit` of the numbers 1 to `count`, evenly spread, the first and the last among them."""
-    if count <= limit or limit < 2:
-        return list(range(1, count + 1))[: max(limit, 1)]
-    return sorted({1 + round(n * (count - 1) / (limit - 1)) for n in range(limit)})

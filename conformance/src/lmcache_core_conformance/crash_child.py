@@ -1,7 +1,8 @@
 """The process that is killed: forks once for each crash point, and dies there by SIGKILL.
 
-Started by `crash.Crasher`; reads one JSON object a line and answers with one. `prepare` and `act` are lists of operations,
-and `kill` says at which event of `act` to die (`line` n, `write` n; null: after all of it).
+Started by `crash.py`; reads one JSON object a line and answers each with one. A request names the
+backend and its options; `prepare` and `act` are lists of operations, and `kill` says at which event of
+`act` to die (`line` n, `write` n; null: after all of it).
 
 It is a fresh process with one thread, so forking it is safe; importing everything once makes a crash
 point cost milliseconds.
@@ -22,7 +23,6 @@ from typing import Any, TypeVar
 from lmcache_core.config import parse_options
 from lmcache_core.identity.keys import storage_key
 from lmcache_core.storage.contract import Backend
-
 from lmcache_core_conformance.driver import RecordingHost, Store
 from lmcache_core_conformance.values import PAGE, value_of
 
@@ -61,7 +61,9 @@ class CrashPoint:
             sys.settrace(None)
             self._armed = False
 
-    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:  # the interpreter's own signature
+    def _trace(
+        self, frame: FrameType, event: str, argument: object
+    ) -> Any:  # the interpreter's own signature
         if frame.f_globals.get("__name__", "").startswith(_OWN):
             return None
         if event == "line" and self._armed:
@@ -92,8 +94,7 @@ def die() -> None:
 
 def _first_half(content: Any) -> Any:
     if isinstance(content, list | tuple):
-        halves = [_first_half(content[0])] if len(content) == 1 else list(content[: len(content) // 2])
-        return halves
+        return [_first_half(content[0])] if len(content) == 1 else list(content[: len(content) // 2])
     view = memoryview(content).cast("B")
     half = len(view) // 2
     return view[: half // PAGE * PAGE or half]  # whole pages where there are any, for direct I/O

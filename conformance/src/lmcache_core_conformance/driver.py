@@ -26,7 +26,6 @@ from lmcache_core.storage.contract import (
     Status,
     View,
 )
-
 from lmcache_core_conformance.values import PAGE
 
 _NOISE = hashlib.shake_128(b"noise").digest(16 * PAGE)
@@ -238,6 +237,8 @@ class Store:
     calls: list[RecordingCall] = field(default_factory=list, repr=False)
     before_settling: Callable[[], None] | None = None
     """Runs on the backend's thread before an item is settled: the place to hold a call up inside."""
+    after_call: Callable[[], None] | None = None
+    """Runs after each call."""
     closed: bool = False
 
     def put(self, key: StorageKey, value: bytes, lengths: Sequence[int] | None = None) -> Outcome:
@@ -305,6 +306,8 @@ class Store:
         else:
             call.finish(None, wait=self.capabilities.asynchronous)
         self.calls.append(call)
+        if self.after_call is not None:
+            self.after_call()
         return call.outcomes
 
     def close(self) -> None:

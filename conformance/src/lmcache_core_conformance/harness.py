@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from lmcache_core.config import parse_options
 from lmcache_core.storage.contract import Backend
-
 from lmcache_core_conformance.verdicts import Unproven
 
 MIB = 1 << 20
@@ -56,6 +55,8 @@ class Harness(ABC):
     """How long calls wait for each other to be inside the backend at once."""
     rounds: int = 200
     """Repetitions of each racing worker."""
+    interruptions: int = 150
+    """Lines of a call, at most, at which another call is run in between."""
     examples: int = 40
     """Random sequences that are compared with a model."""
     crash_points: int = 24

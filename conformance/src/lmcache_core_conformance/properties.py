@@ -9,7 +9,6 @@ from typing import ClassVar, TypeVar
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Status
-
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.driver import Got, Store
 from lmcache_core_conformance.values import PAGE, difference, key_named, value_of

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from conformance_backends.catalogue import RACES, breaks
+from conformance_backends.memory import FULL, MemoryBackend, failed, write_at
+from conformance_backends.schedule import Rendezvous
 from lmcache_core.errors import BackendError
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import Lease
@@ -25,19 +28,7 @@ from lmcache_core.storage.contract import (
     View,
 )
 
-from conformance_backends.catalogue import breaks
-from conformance_backends.memory import FULL, MemoryBackend, failed, write_at
-from conformance_backends.schedule import Rendezvous
-
 PAGE = 4096
-RACES = (
-    "an_overwrite_is_seen_whole_by_readers",
-    "as_many_calls_as_declared_run_at_once",
-    "racing_calls_on_one_key_have_an_order_that_explains_them",
-    "writers_of_different_keys_do_not_disturb_each_other",
-)
-
-
 # -- ownership -----------------------------------------------------------------------------------
 
 
@@ -148,7 +139,11 @@ class OverwritesInPlace(MemoryBackend):
 
     def put_one(self, item: Item) -> Outcome:
         old = self.values.get(item.key)
-        if old is not None and item.nbytes <= self.config.max_value_bytes and self.has_room(item.key, item.nbytes):
+        if (
+            old is not None
+            and item.nbytes <= self.config.max_value_bytes
+            and self.has_room(item.key, item.nbytes)
+        ):
             new = self.gather(item.views)
             with self.lock:
                 self.values[item.key] = new[:PAGE] + old[PAGE:]
@@ -161,21 +156,34 @@ class OverwritesInPlace(MemoryBackend):
         return value
 
 
-@breaks("racing_calls_on_one_key_have_an_order_that_explains_them", also=RACES)
+@breaks("a_call_held_up_at_any_line_does_not_spoil_another", also=RACES)
+class ReplacesInTwoSteps(MemoryBackend):
+    """A window of one line, and nobody who waits in it: found by preemption alone."""
+
+    def keep(self, key: StorageKey, value: bytes) -> Outcome:
+        if not self.has_room(key, len(value)):
+            return FULL
+        self.values.pop(key, None)
+        self.values[key] = value
+        return Outcome(status=Status.OK, nbytes=len(value))
+
+    def read(self, key: StorageKey) -> bytes | None:
+        return self.values.get(key)
+
+
+@breaks("a_call_held_up_at_any_line_does_not_spoil_another", also=RACES)
 class FillsItsReadCacheLate(MemoryBackend):
     """A get caches what it read although a put came between: later gets see the old value again."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.cache: dict[str, bytes] = {}
-        self.rendezvous = Rendezvous(patience_s=0.05)
 
     def read(self, key: StorageKey) -> bytes | None:
         cached = self.cache.get(key)
         if cached is not None:
             return cached
         value = super().read(key)
-        self.rendezvous.wait_for("write")
         if value is not None:
             self.cache[key] = value
         return value
@@ -183,13 +191,29 @@ class FillsItsReadCacheLate(MemoryBackend):
     def keep(self, key: StorageKey, value: bytes) -> Outcome:
         outcome = super().keep(key, value)
         self.cache.pop(key, None)
-        self.rendezvous.passed("write")
         return outcome
 
     def delete_one(self, key: StorageKey) -> Outcome:
         outcome = super().delete_one(key)
         self.cache.pop(key, None)
         return outcome
+
+
+@breaks("racing_calls_on_one_key_have_an_order_that_explains_them", also=RACES)
+class LosesAPutWhileItReads(MemoryBackend):
+    reading = 0
+
+    def get_many(self, items: Sequence[Item], call: Call) -> None:
+        with self.lock:
+            self.reading += 1
+        super().get_many(items, call)
+        with self.lock:
+            self.reading -= 1
+
+    def keep(self, key: StorageKey, value: bytes) -> Outcome:
+        if self.reading:
+            return Outcome(status=Status.OK, nbytes=len(value))
+        return super().keep(key, value)
 
 
 @breaks("as_many_calls_as_declared_run_at_once")
@@ -368,7 +392,7 @@ class StillStatsWhatItDeleted(MemoryBackend):
     "deleting_what_is_absent_is_a_miss",
     also=(
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
-        "racing_calls_on_one_key_have_an_order_that_explains_them",
+        *RACES,
     ),
 )
 class DeletesWhatIsAbsent(MemoryBackend):
@@ -400,7 +424,8 @@ class ContinuesByPosition(MemoryBackend):
             keys = sorted(key for key in self.values if key.startswith(prefix))
             start = int(cursor or 0)
             entries = [
-                Entry(key=StorageKey(key), nbytes=len(self.values[key])) for key in keys[start : start + limit]
+                Entry(key=StorageKey(key), nbytes=len(self.values[key]))
+                for key in keys[start : start + limit]
             ]
         return Page(entries=entries, cursor=str(start + limit) if start + limit < len(keys) else None)
 
@@ -477,5 +502,3 @@ class NeverGivesRoomBack(MemoryBackend):
 
     def used_bytes(self) -> int:
         return super().used_bytes() + self.lost
-
-

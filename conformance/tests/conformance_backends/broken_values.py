@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from conformance_backends.catalogue import ANYTHING, RACES, breaks
+from conformance_backends.memory import FULL, MISS, MemoryBackend, failed, write_at
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Item, Outcome, Status, View
-
-from conformance_backends.catalogue import ANYTHING, breaks
-from conformance_backends.memory import FULL, MISS, MemoryBackend, failed, write_at
 
 T = TypeVar("T")
 PAGE = 4096
@@ -35,7 +34,6 @@ class GathersViewsBackwards(MemoryBackend):
     "overwriting_replaces_the_whole_value",
     also=(
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
-        "writers_of_different_keys_do_not_disturb_each_other",
         "an_overwrite_is_seen_whole_by_readers",
     ),
 )
@@ -50,16 +48,15 @@ class LeavesTheEndOfALongerValue(MemoryBackend):
     also=(
         "a_key_may_occur_twice_in_a_batch",
         "a_value_in_many_views_comes_back_in_order",
-        "an_overwrite_is_seen_whole_by_readers",
+        *RACES,
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
         "a_full_store_says_so_and_keeps_what_it_has",
         "a_range_is_exactly_the_bytes_asked_for",
         "bytes_beyond_the_value_are_not_touched",
         "nothing_outside_the_views_is_touched",
         "overwriting_replaces_the_whole_value",
-        "racing_calls_on_one_key_have_an_order_that_explains_them",
+        *RACES,
         "views_that_are_too_small_learn_the_size",
-        "writers_of_different_keys_do_not_disturb_each_other",
         "deleting_makes_room_again",
         "a_range_past_the_end_is_never_ok",
         "leases_and_holds_return_to_zero",
@@ -86,7 +83,7 @@ class LosesAValueWhenItIsReadTwice(MemoryBackend):
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
         "deleting_makes_room_again",
         "hits_and_misses_mix_in_one_batch",
-        "racing_calls_on_one_key_have_an_order_that_explains_them",
+        *RACES,
     ),
 )
 class FailsWhenAbsent(MemoryBackend):
@@ -146,7 +143,7 @@ class LosesThePageAfterA64PageBlock(MemoryBackend):
     also=(
         "a_get_keeps_no_view",
         "a_sealed_frame_still_verifies_after_a_round_trip",
-        "an_overwrite_is_seen_whole_by_readers",
+        *RACES,
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
         "bytes_beyond_the_value_are_not_touched",
         "nothing_outside_the_views_is_touched",

@@ -10,6 +10,13 @@ from lmcache_core.storage.contract import Backend
 
 B = TypeVar("B", bound=type[Backend[Any]])
 ANYTHING = ("*",)
+RACES = (
+    "an_overwrite_is_seen_whole_by_readers",
+    "as_many_calls_as_declared_run_at_once",
+    "racing_calls_on_one_key_have_an_order_that_explains_them",
+    "writers_of_different_keys_do_not_disturb_each_other",
+    "a_call_held_up_at_any_line_does_not_spoil_another",
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,9 @@ def breaks(fails: str, *, also: tuple[str, ...] = ()) -> Callable[[B], B]:
     """Enters a backend into the catalogue. Names are given without `test_`."""
 
     def enter(backend: B) -> B:
-        CATALOGUE.append(Broken(backend, f"test_{fails}", tuple(f"test_{n}" if n != "*" else n for n in also)))
+        CATALOGUE.append(
+            Broken(backend, f"test_{fails}", tuple(f"test_{n}" if n != "*" else n for n in also))
+        )
         return backend
 
     return enter

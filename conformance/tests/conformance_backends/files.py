@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+
+from conformance_backends.catalogue import RACES, breaks
+from conformance_backends.memory import FULL, MISS, failed, write_at
 from lmcache_core.errors import BackendUnavailable, NotSupported
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import (
@@ -24,9 +27,6 @@ from lmcache_core.storage.contract import (
     Page,
     Status,
 )
-
-from conformance_backends.catalogue import breaks
-from conformance_backends.memory import FULL, MISS, failed, write_at
 
 _TEMPORARY = ".writing-"
 _BLOCK = 4096
@@ -149,7 +149,9 @@ class FileBackend(Backend[FileConfig]):
     def stats(self) -> BackendStats:
         with self.lock:
             used = sum(self.lengths.values())
-            return BackendStats(entries=len(self.lengths), used_bytes=used, capacity_bytes=self.capacity_bytes)
+            return BackendStats(
+                entries=len(self.lengths), used_bytes=used, capacity_bytes=self.capacity_bytes
+            )
 
 
 # -- broken --------------------------------------------------------------------------------------
@@ -216,7 +218,7 @@ class WritesBehind(FileBackend):
 
 @breaks(
     "kill_9_during_a_put_leaves_all_of_it_or_nothing",
-    also=("racing_calls_on_one_key_have_an_order_that_explains_them",),
+    also=RACES,
 )
 class WritesNewValuesUnderTheirName(FileBackend):
     def store(self, key: StorageKey, value: bytes) -> None:
@@ -228,7 +230,7 @@ class WritesNewValuesUnderTheirName(FileBackend):
 
 @breaks(
     "kill_9_during_an_overwrite_leaves_the_old_or_the_new_value",
-    also=("an_overwrite_is_seen_whole_by_readers", "racing_calls_on_one_key_have_an_order_that_explains_them"),
+    also=RACES,
 )
 class OverwritesInPlaceOnDisk(FileBackend):
     def store(self, key: StorageKey, value: bytes) -> None:
@@ -240,7 +242,7 @@ class OverwritesInPlaceOnDisk(FileBackend):
 
 @breaks(
     "kill_9_during_an_overwrite_leaves_the_old_or_the_new_value",
-    also=("an_overwrite_is_seen_whole_by_readers", "racing_calls_on_one_key_have_an_order_that_explains_them"),
+    also=RACES,
 )
 class RemovesTheOldValueFirst(FileBackend):
     def store(self, key: StorageKey, value: bytes) -> None:
@@ -250,7 +252,7 @@ class RemovesTheOldValueFirst(FileBackend):
 
 @breaks(
     "kill_9_during_a_delete_leaves_the_value_or_nothing",
-    also=("racing_calls_on_one_key_have_an_order_that_explains_them",),
+    also=RACES,
 )
 class EmptiesBeforeItRemoves(FileBackend):
     def remove(self, key: StorageKey) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
+
 from lmcache_core.errors import BackendError
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import (

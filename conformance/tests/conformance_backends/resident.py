@@ -6,6 +6,9 @@ import threading
 from collections.abc import Sequence
 
 import msgspec
+
+from conformance_backends.catalogue import breaks
+from conformance_backends.memory import FULL, MISS, write_at
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import Hold, Lease, MemoryPool
 from lmcache_core.storage.contract import (
@@ -18,9 +21,6 @@ from lmcache_core.storage.contract import (
     Outcome,
     Status,
 )
-
-from conformance_backends.catalogue import breaks
-from conformance_backends.memory import FULL, MISS, write_at
 
 
 class ResidentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Status
-
 from lmcache_core_conformance.driver import RecordingCall, Store, Want
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, key_named, value_of
@@ -125,7 +124,9 @@ class Batching(Group):
         keys = [key for key, _ in values]
         self._settled(store, "put", [o.status for o in store.put_many(values)])
         wants = [Want(key, (PAGE if n == 0 else self.bench.fit(8),)) for n, key in enumerate(keys)]
-        self._settled(store, "get", [got.status for got in store.get_many(wants[:-1] + [Want(absent, (PAGE,))])])
+        self._settled(
+            store, "get", [got.status for got in store.get_many([*wants[:-1], Want(absent, (PAGE,))])]
+        )
         self._settled(store, "stat", [o.status for o in store.stat_many([absent, *keys[1:]])])
         if self.bench.capabilities.delete:
             self._settled(store, "delete", [o.status for o in store.delete_many([absent, *keys[1:]])])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Status
-
 from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.driver import Store
 from lmcache_core_conformance.properties import Group, needs
@@ -21,7 +20,9 @@ class Capacity(Group):
     def test_a_full_store_says_so_and_keeps_what_it_has(self) -> None:
         """FULL is how the core learns to evict; a store that drops old values instead loses them unseen."""
         store, stored = self._fill()
-        check(len(stored) >= _VALUES_TO_FILL // 4, f"FULL after {len(stored)} of about {_VALUES_TO_FILL} values")
+        check(
+            len(stored) >= _VALUES_TO_FILL // 4, f"FULL after {len(stored)} of about {_VALUES_TO_FILL} values"
+        )
         for key, value in stored:
             self.holds(store, key, value, "a value stored before the store was full")
 
@@ -55,7 +56,7 @@ class Capacity(Group):
 
     @needs("delete")
     def test_deleting_makes_room_again(self) -> None:
-        """Room that deleting doesn't give back makes a tier that works until it is full for the first time."""
+        """Room that deleting doesn't give back makes a tier that works until it is full once."""
         store, stored = self._fill()
         for _ in range(3):
             store.delete_many([key for key, _ in stored[:4]][: self.bench.capabilities.max_batch])

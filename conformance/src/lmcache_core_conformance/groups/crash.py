@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Status
-
 from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.crash import Crasher, Operate
 from lmcache_core_conformance.driver import Store
@@ -118,9 +117,7 @@ class Crash(Group):
             f"after three times {len(points)} crashes and a reopen the medium holds {seen} objects",
         )
 
-    def _check_after(
-        self, place: Place, key: StorageKey, allowed: list[bytes | None], what: str
-    ) -> None:
+    def _check_after(self, place: Place, key: StorageKey, allowed: list[bytes | None], what: str) -> None:
         """Checks in this process that the key holds one of `allowed` (None: nothing), and says so."""
         store = self.bench.open(place)
         try:
@@ -129,7 +126,9 @@ class Crash(Group):
                 check(None in allowed, f"kill -9 during {what} lost the value")
                 check(stat.status is Status.MISS, f"kill -9 during {what}: stat {stat.status.name}, get MISS")
                 return
-            check(got.status is Status.OK, f"kill -9 during {what}: get {got.status.name} ({got.outcome.error})")
+            check(
+                got.status is Status.OK, f"kill -9 during {what}: get {got.status.name} ({got.outcome.error})"
+            )
             check(stat.status is Status.OK, f"kill -9 during {what}: stat {stat.status.name}, get OK")
             if got.value not in allowed:
                 whole = [value for value in allowed if value is not None]

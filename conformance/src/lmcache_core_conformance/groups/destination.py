@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Outcome, Status
-
 from lmcache_core_conformance.driver import Buffer, Store, Want, item_for
 from lmcache_core_conformance.properties import Group
 from lmcache_core_conformance.values import PAGE, key_named, value_of

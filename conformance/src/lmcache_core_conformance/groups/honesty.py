@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from lmcache_core.errors import NotSupported
 from lmcache_core.storage.contract import Call, Status
-
 from lmcache_core_conformance.driver import Buffer, RecordingCall, Want, item_for
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, PART, key_named, value_of
@@ -72,7 +71,7 @@ class Honesty(Group):
 
     @needs("scan")
     def test_a_scan_reports_every_value_with_its_length(self) -> None:
-        """The index is rebuilt from a scan: what is not reported is orphaned, and fills the medium for ever."""
+        """The index is rebuilt from a scan: what it leaves out is orphaned, and fills the medium for ever."""
         store, values = self.bench.open(), self.some_values(9)
         for key, value in values:
             self.put(store, key, value)

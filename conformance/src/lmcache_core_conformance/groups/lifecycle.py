@@ -11,11 +11,11 @@ from pathlib import Path
 
 from lmcache_core.errors import LMCacheError
 from lmcache_core.storage.contract import Status
-
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.properties import Group
 from lmcache_core_conformance.values import key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
+
 
 class Lifecycle(Group):
     group = "lifecycle"
@@ -45,7 +45,7 @@ class Lifecycle(Group):
             check(before is None or (after is not None and after <= before), f"open raised {name}")
 
     def test_close_is_idempotent(self) -> None:
-        """Shutdown paths meet: a second close must not raise, nor close something that is another's by now."""
+        """Shutdown paths meet: a second close must not raise, nor close what is another's by now."""
         store = self.bench.open()
         key, value = self.some_values(1)[0]
         self.put(store, key, value)
@@ -120,6 +120,7 @@ class Lifecycle(Group):
         self.put(second, key, value)
         self.holds(second, key, value, "a value put after another store of the same kind was closed")
 
+
 class _Leftovers:
     """What the process holds at one moment: descriptors, threads, and files of one directory."""
 
@@ -139,7 +140,11 @@ class _Leftovers:
         for thread in set(threading.enumerate()) - self._threads:
             thread.join(self._threads_end_s)
             check(not thread.is_alive(), f"{what} leaves the thread {thread.name!r}")
-        new = {number: target for number, target in _descriptors().items() if self._descriptors.get(number) != target}
+        new = {
+            number: target
+            for number, target in _descriptors().items()
+            if self._descriptors.get(number) != target
+        }
         check(not new, f"{what} leaves open descriptors: {sorted(new.values())[:5]}")
         files = self._list_files() - self._files
         check(not files, f"{what} leaves files: {sorted(files)[:5]}")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Item, Outcome, Status
-
 from lmcache_core_conformance.driver import Buffer, Store, Want, item_for
 from lmcache_core_conformance.properties import Group
 from lmcache_core_conformance.values import PAGE, key_named, value_of
@@ -45,7 +44,11 @@ class Ownership(Group):
         """The frame being stored is read by others at the same time: encryption in place corrupts them."""
         store, key = self.bench.open(), key_named("source")
         value = value_of(key, 1, self.bench.fit(5))
-        buffer = Buffer([len(value) - PAGE, PAGE], content=value) if len(value) > PAGE else Buffer([PAGE], content=value)
+        buffer = (
+            Buffer([len(value) - PAGE, PAGE], content=value)
+            if len(value) > PAGE
+            else Buffer([PAGE], content=value)
+        )
         status = self._call(store, store.backend.put_many, key, buffer)
         check(status is Status.OK, f"put: {status.name}")
         check(buffer.read() == value, "the put modified the value's own memory")

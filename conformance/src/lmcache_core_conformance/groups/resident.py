@@ -7,7 +7,6 @@ from typing import cast
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import Hold
 from lmcache_core.storage.contract import Resident, Status
-
 from lmcache_core_conformance.driver import Store
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, difference, key_named, value_of

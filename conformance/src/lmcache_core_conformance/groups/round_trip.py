@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
 from lmcache_core.frame import verify
 from lmcache_core.identity.keys import StorageKey, storage_key
 from lmcache_core.storage.contract import Status
-
 from lmcache_core_conformance.bench import uneven_cuts
 from lmcache_core_conformance.driver import Store, Want
 from lmcache_core_conformance.properties import Group

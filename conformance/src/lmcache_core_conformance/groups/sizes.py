@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lmcache_core.storage.contract import Status
-
 from lmcache_core_conformance.driver import Want
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, key_named, value_of

@@ -1,0 +1,138 @@
+"""Preemption at chosen lines: holds one thread up inside the backend while others go on.
+
+The interpreter switches threads rarely, and a window of two lines is met once in a million calls.
+`interrupt` stops one call at one line and runs another in between: tried for every line, no such window
+is left out. `Preemption` stops the threads of a longer race at pseudo-random lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+_OWN = "lmcache_core_conformance"
+_NEVER_IN = ("threading", "contextlib", "random", "logging")
+_MOST_LINES_BETWEEN = 60
+_PATIENCE_S = 0.004  # the others may all wait for a lock that the stopped thread holds
+_LONGEST_STOP_S = 30.0
+
+
+def interrupt(first: Callable[[], None], line: int, second: Callable[[], None]) -> int:
+    """Runs `first`, but at the `line`-th line of foreign code that it comes to, runs `second` meanwhile.
+
+    Returns how many such lines `first` has in all; a `line` that is none of them interrupts nothing. When
+    `second` waits for something that `first` holds, both go on together.
+
+    Raises:
+        BaseException: what either of them raised.
+    """
+    reached, go_on, count = threading.Event(), threading.Event(), 0
+
+    def at_line() -> None:
+        nonlocal count
+        count += 1
+        if count == line:
+            reached.set()
+            go_on.wait(_LONGEST_STOP_S)
+
+    def run_first() -> None:
+        try:
+            with _traced(at_line):
+                first()
+        finally:
+            reached.set()
+
+    errors: list[BaseException] = []
+    threads = [_thread(run_first, errors), _thread(second, errors)]
+    threads[0].start()
+    reached.wait()
+    threads[1].start()
+    threads[1].join(_PATIENCE_S)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return count
+
+
+class Preemption:
+    """Shared by the threads of one race. Each enters `thread`, and calls `completed` after each call."""
+
+    def __init__(self, num_threads: int, seed: int) -> None:
+        self._changed = threading.Condition()  # guards the three counts
+        self._running = num_threads
+        self._stopped = 0
+        self._completed = 0
+        self._seed = seed
+
+    @contextlib.contextmanager
+    def thread(self, number: int) -> Iterator[None]:
+        """While inside, this thread stops now and then in foreign code."""
+        choices = random.Random(self._seed * 1000 + number)  # noqa: S311 (a schedule, not a secret)
+        left = choices.randint(1, _MOST_LINES_BETWEEN)
+
+        def at_line() -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                left = choices.randint(1, _MOST_LINES_BETWEEN)
+                self._stop()
+
+        try:
+            with _traced(at_line):
+                yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def completed(self) -> None:
+        """A call has ended: whoever stopped for it goes on."""
+        with self._changed:
+            self._completed += 1
+            self._changed.notify_all()
+
+    def _stop(self) -> None:
+        with self._changed:
+            if self._stopped + 1 >= self._running:
+                return  # somebody has to go on
+            self._stopped += 1
+            due = self._completed + 1
+            self._changed.wait_for(lambda: self._completed >= due or self._running < 2, _PATIENCE_S)
+            self._stopped -= 1
+
+
+@contextlib.contextmanager
+def _traced(at_line: Callable[[], None]) -> Iterator[None]:
+    """While inside, `at_line` runs before each line of the backend's code on this thread."""
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:  # the interpreter's own signature
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_OWN) or module in _NEVER_IN:
+            return None
+        if event == "line":
+            at_line()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _thread(work: Callable[[], None], errors: list[BaseException]) -> threading.Thread:
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 (handed to the caller)
+            errors.append(error)
+
+    return threading.Thread(target=run, daemon=True)
