@@ -255,7 +255,7 @@ def main() -> int:
     report = "\n".join(lines)
     print(report)
     if args.output is not None:
-        args.output.write_text(report + "\n")
+        args.output.write_text(f"# Executor overhead\n\n```\n{report}\n```\n")
     return 0 if met else 1
 
 

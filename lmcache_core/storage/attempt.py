@@ -13,7 +13,7 @@ Target = Item | StorageKey
 
 
 class AttemptOwner(Protocol):
-    """What an attempt needs of the flight it belongs to."""
+    """What an attempt needs of the transfer it belongs to."""
 
     @property
     def deadline(self) -> float: ...
@@ -29,10 +29,10 @@ class AttemptOwner(Protocol):
 
 
 class Attempt:
-    """Some or all items of a flight, asked for once. Position p of the call is item `indices[p]`."""
+    """Some or all items of a transfer, asked for once. Position p of the call is item `indices[p]`."""
 
     __slots__ = (
-        "_flight",
+        "_transfer",
         "answered",
         "failure",
         "indices",
@@ -44,13 +44,13 @@ class Attempt:
     )
 
     def __init__(
-        self, flight: AttemptOwner, indices: Sequence[int], targets: Sequence[Target], started: float
+        self, transfer: AttemptOwner, indices: Sequence[int], targets: Sequence[Target], started: float
     ) -> None:
-        self._flight = flight
+        self._transfer = transfer
         self.indices = indices
         self.targets = targets
         self.started = started
-        # What the backend still holds: items, and 1 while its method runs. Guarded by the flight's lock.
+        # What the backend still holds: items, and 1 while its method runs. Guarded by the transfer's lock.
         self.open = len(indices) + 1
         self.answered = False  # some item came back with an answer
         self.failure = ""  # why an item failed, where one did
@@ -59,14 +59,14 @@ class Attempt:
 
     @property
     def deadline(self) -> float:
-        return self._flight.deadline
+        return self._transfer.deadline
 
     @property
     def cancelled(self) -> bool:
-        return self._flight.cancelled
+        return self._transfer.cancelled
 
     def remaining(self) -> float:
-        return self._flight.remaining()
+        return self._transfer.remaining()
 
     def done(self, index: int, outcome: Outcome) -> None:
         try:
@@ -74,7 +74,7 @@ class Attempt:
         except TypeError:
             position = -1
         if 0 <= position < len(self.indices):
-            self._flight.item_done(self, position, outcome)
+            self._transfer.item_done(self, position, outcome)
         else:
             # Not raised: that could end a driver's completion thread. The item it meant stays unsettled.
-            self._flight.breach(f"settled item {index!r} of a batch of {len(self.indices)}")
+            self._transfer.breach(f"settled item {index!r} of a batch of {len(self.indices)}")

@@ -13,11 +13,12 @@ A job:
 - Bytes count from submit to finished, so queued, running and quarantined ones all stand in the bound.
 - A job with items that failed in a way worth retrying goes through queued and running once more.
 
-`flight.py` has the states of a job's items, `traffic.py` the queue, slots and bytes.
+`transfer.py` has the states of a job's items, `traffic.py` the queue, slots and bytes.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -40,12 +41,14 @@ from lmcache_core.storage.breaker import Breaker, BreakerState
 from lmcache_core.storage.call import Job, Operation
 from lmcache_core.storage.contract import Backend, BackendStats, C, Capabilities, Entry, Host, Outcome, Status
 from lmcache_core.storage.faults import failed, wrapped
-from lmcache_core.storage.flight import Flight
 from lmcache_core.storage.lifecycle import close_backend, open_backend
 from lmcache_core.storage.retry import RetryBudget
 from lmcache_core.storage.scan import ScanJob
 from lmcache_core.storage.traffic import Traffic, TrafficStats
+from lmcache_core.storage.transfer import Transfer
 from lmcache_core.storage.verifier import Verifier
+
+log = logging.getLogger(__name__)
 
 SCAN_GRACE_S = 1.0
 
@@ -166,25 +169,25 @@ class TierExecutor:
         Raises:
             ValueError: the same job was submitted before and hasn't finished.
         """
-        flight = Flight(job, self)
-        refusal = self._refusal(flight)
-        if refusal is None and (busy := self._traffic.admit(flight)):
-            refusal = self._error(BackendUnavailable, busy, flight)
+        transfer = Transfer(job, self)
+        refusal = self._refusal(transfer)
+        if refusal is None and (busy := self._traffic.admit(transfer)):
+            refusal = self._error(BackendUnavailable, busy, transfer)
         if refusal is not None:
             self.count("refused")
-            self._drop(flight, failed(refusal))
+            self._drop(transfer, failed(refusal))
             return
         self.count("submitted")
-        self._alarm.at(flight.deadline)
+        self._alarm.at(transfer.deadline)
         if (number := self._traffic.claim_thread()) is not None:
             self._start_thread(number)
 
     def cancel(self, job: Job) -> bool:
         """Takes `job` out of the queue and settles it FAILED; False when it isn't queued (any more)."""
-        flight = self._traffic.withdraw(job)
-        if flight is None:
+        transfer = self._traffic.withdraw(job)
+        if transfer is None:
             return False
-        self._drop(flight, self._failed(BackendError, "cancelled before it ran", flight))
+        self._drop(transfer, self._failed(BackendError, "cancelled before it ran", transfer))
         return True
 
     def scan(self, prefix: str, deadline: float) -> list[Entry]:
@@ -203,17 +206,17 @@ class TierExecutor:
         queued, running, next_at = self._traffic.take_due(self.now())
         if next_at is not None:
             self._alarm.at(next_at)
-        for flight in running:
+        for transfer in running:
             self.count("timeouts")
-            if flight.give_up(self._timeout(flight)):
-                self._traffic.mark_stuck(flight)
-                self._breaker(flight.operation).failure("a call did not end within its deadline")
+            if transfer.give_up(self._timeout(transfer)):
+                self._traffic.mark_stuck(transfer)
+                self._breaker(transfer.operation).failure("a call did not end within its deadline")
         hung = self._traffic.hung
-        for flight in queued:
+        for transfer in queued:
             self.count("timeouts")
             if hung:  # waiting for calls that never return is a failure of the store; for slow ones it isn't
-                self._breaker(flight.operation).failure("no call returns")
-            self._drop(flight, self._timeout(flight))
+                self._breaker(transfer.operation).failure("no call returns")
+            self._drop(transfer, self._timeout(transfer))
 
     def close(self, deadline: float) -> None:
         """Closes the backend. When this returns, at `deadline` at most, every item is settled. Idempotent.
@@ -226,14 +229,14 @@ class TierExecutor:
                 return
             self._state = _State.CLOSED
         queued, running = self._traffic.close()
-        for flight in queued:
-            self._drop(flight, self._failed(BackendClosed, "closed", flight))
-        for flight in running:
-            flight.cancel_call()
+        for transfer in queued:
+            self._drop(transfer, self._failed(BackendClosed, "closed", transfer))
+        for transfer in running:
+            transfer.cancel_call()
         close_backend(self._backend, self.tier, deadline - self.now())
-        for flight in self._traffic.wait_quiet(deadline - self.now()):
-            if flight.give_up(self._failed(BackendClosed, "closed while it ran", flight)):
-                self._traffic.mark_stuck(flight)
+        for transfer in self._traffic.wait_quiet(deadline - self.now()):
+            if transfer.give_up(self._failed(BackendClosed, "closed while it ran", transfer)):
+                self._traffic.mark_stuck(transfer)
         self._alarm.stop()
 
     def stats(self) -> ExecutorStats:
@@ -251,33 +254,37 @@ class TierExecutor:
         try:
             stats = self._backend.stats()
         except Exception:  # recorded boundary: plugins are foreign code
-            log.exception("tier %s: stats failed", self._tier)
+            log.exception("tier %s: stats failed", self.tier)
             return BackendStats()
         return stats if isinstance(stats, BackendStats) else BackendStats()
 
-    # --- for its flights
+    # --- for its transfers
 
     def count(self, what: str) -> None:
         with self._counting:
             self._counters[what] += 1
 
-    def attempt_over(self, flight: Flight, attempt: Attempt) -> None:
+    def attempt_over(self, transfer: Transfer, attempt: Attempt) -> None:
         """The backend has let go of the whole call: its slot is free, and a retry may follow."""
-        breaker = self._breaker(flight.operation)
+        breaker = self._breaker(transfer.operation)
         if not attempt.judged:
             if attempt.answered and not attempt.timed_out:
                 breaker.success()
             elif attempt.failure and self._state is not _State.CLOSED:
                 breaker.failure(attempt.failure)
-        if flight.wants_retry and self._can_retry(flight, attempt, breaker) and self._traffic.requeue(flight):
+        if (
+            transfer.wants_retry
+            and self._can_retry(transfer, attempt, breaker)
+            and self._traffic.requeue(transfer)
+        ):
             self.count("retries")
             return
-        self._traffic.leave_slot(flight)
-        flight.settle_held_back()
-        flight.release()
+        self._traffic.leave_slot(transfer)
+        transfer.settle_held_back()
+        transfer.release()
 
-    def flight_finished(self, flight: Flight) -> None:
-        self._traffic.finish(flight)
+    def transfer_finished(self, transfer: Transfer) -> None:
+        self._traffic.finish(transfer)
 
     # --- the worker threads
 
@@ -286,76 +293,76 @@ class TierExecutor:
         try:
             thread.start()
         except RuntimeError:  # the system refuses: the threads there are will do; without any, nothing runs
-            for flight in self._traffic.unclaim_thread():
-                self._drop(flight, self._failed(BackendUnavailable, "no thread can be started", flight))
+            for transfer in self._traffic.unclaim_thread():
+                self._drop(transfer, self._failed(BackendUnavailable, "no thread can be started", transfer))
 
     def _work(self) -> None:
-        while (flight := self._traffic.next()) is not None:
-            self._fly(flight)
-            del flight  # keeps the job alive otherwise, until the next one comes
+        while (transfer := self._traffic.next()) is not None:
+            self._run(transfer)
+            del transfer  # keeps the job alive otherwise, until the next one comes
 
-    def _fly(self, flight: Flight) -> None:
-        """Runs one attempt of `flight` on this thread."""
-        attempt = self._begin(flight)
+    def _run(self, transfer: Transfer) -> None:
+        """Runs one attempt of `transfer` on this thread."""
+        attempt = self._begin(transfer)
         if attempt is None:
-            self._traffic.leave_slot(flight)
-            flight.release()
+            self._traffic.leave_slot(transfer)
+            transfer.release()
             return
         error: BackendError | None = None
         try:
-            if isinstance(flight.job, ScanJob):
-                flight.job.read_pages(attempt)
+            if isinstance(transfer.job, ScanJob):
+                transfer.job.read_pages(attempt)
             else:
-                self._methods[flight.operation](attempt.targets, attempt)
+                self._methods[transfer.operation](attempt.targets, attempt)
         except BaseException as raised:  # noqa: BLE001  (recorded boundary)
             closing = self._state is _State.CLOSED
-            error = wrapped(raised, tier=self.tier, op=flight.operation.value, closing=closing)
-        flight.returned(attempt, error, asynchronous=self._capabilities.asynchronous)
+            error = wrapped(raised, tier=self.tier, op=transfer.operation.value, closing=closing)
+        transfer.returned(attempt, error, asynchronous=self._capabilities.asynchronous)
 
-    def _begin(self, flight: Flight) -> Attempt | None:
-        """Prepares `flight` and begins its next attempt; None: every item has been settled instead."""
-        breaker = self._breaker(flight.operation)
-        if flight.deadline <= self.now():
-            outcome = self._timeout(flight)
-        elif breaker.refusing or ((flight.prepared or flight.prepare()) and not breaker.allow()):
-            outcome = self._failed(BackendUnavailable, "breaker open", flight)
+    def _begin(self, transfer: Transfer) -> Attempt | None:
+        """Prepares `transfer` and begins its next attempt; None: every item has been settled instead."""
+        breaker = self._breaker(transfer.operation)
+        if transfer.deadline <= self.now():
+            outcome = self._timeout(transfer)
+        elif breaker.refusing or ((transfer.prepared or transfer.prepare()) and not breaker.allow()):
+            outcome = self._failed(BackendUnavailable, "breaker open", transfer)
         else:
-            attempt = flight.begin(self.now())
+            attempt = transfer.begin(self.now())
             if attempt is not None:
                 self._retry.record_call()
                 self.count("calls")
                 return attempt
-            outcome = self._failed(BackendClosed, "closed", flight)  # unless its items are settled already
-        flight.settle_held_back()
-        flight.give_up(outcome)
+            outcome = self._failed(BackendClosed, "closed", transfer)  # unless its items are settled already
+        transfer.settle_held_back()
+        transfer.give_up(outcome)
         return None
 
-    def _can_retry(self, flight: Flight, attempt: Attempt, breaker: Breaker) -> bool:
+    def _can_retry(self, transfer: Transfer, attempt: Attempt, breaker: Breaker) -> bool:
         """Whether a second attempt, should it take as long as the first, ends in time and may be made."""
         now = self.now()
-        suffices = now + (now - attempt.started) < flight.deadline
+        suffices = now + (now - attempt.started) < transfer.deadline
         return suffices and not breaker.refusing and self._retry.try_spend()
 
     # --- refusals and words
 
-    def _refusal(self, flight: Flight) -> BackendError | None:
-        """Why `flight` need not even be queued, if so."""
+    def _refusal(self, transfer: Transfer) -> BackendError | None:
+        """Why `transfer` need not even be queued, if so."""
         if self._state is _State.CLOSED:
-            return self._error(BackendClosed, "closed", flight)
+            return self._error(BackendClosed, "closed", transfer)
         if self._state is not _State.OPEN:
-            return self._error(BackendUnavailable, self._state.value, flight)
+            return self._error(BackendUnavailable, self._state.value, transfer)
         offered = {Operation.DELETE: self._capabilities.delete, Operation.SCAN: self._capabilities.scan}
-        if not offered.get(flight.operation, True):
-            return self._error(NotSupported, f"this backend has no {flight.operation.value}", flight)
-        if self._breaker(flight.operation).refusing:
-            return self._error(BackendUnavailable, "breaker open", flight)
+        if not offered.get(transfer.operation, True):
+            return self._error(NotSupported, f"this backend has no {transfer.operation.value}", transfer)
+        if self._breaker(transfer.operation).refusing:
+            return self._error(BackendUnavailable, "breaker open", transfer)
         return None
 
-    def _drop(self, flight: Flight, outcome: Outcome) -> None:
-        """Ends a flight that the backend does not have: settles what is left and finishes it."""
-        flight.settle_held_back()
-        flight.give_up(outcome)
-        flight.release()
+    def _drop(self, transfer: Transfer, outcome: Outcome) -> None:
+        """Ends a transfer that the backend does not have: settles what is left and finishes it."""
+        transfer.settle_held_back()
+        transfer.give_up(outcome)
+        transfer.release()
 
     def _breaker(self, operation: Operation) -> Breaker:
         return self._write_breaker if operation.writes else self._read_breaker
@@ -365,12 +372,12 @@ class TierExecutor:
             BreakerChanged(tier=self.tier, operation=operation, state=state.value, reason=reason)
         )
 
-    def _error(self, kind: type[BackendError], message: str, flight: Flight) -> BackendError:
-        return kind(message, backend=self.tier, op=flight.operation.value)
+    def _error(self, kind: type[BackendError], message: str, transfer: Transfer) -> BackendError:
+        return kind(message, backend=self.tier, op=transfer.operation.value)
 
-    def _failed(self, kind: type[BackendError], message: str, flight: Flight) -> Outcome:
-        return failed(self._error(kind, message, flight))
+    def _failed(self, kind: type[BackendError], message: str, transfer: Transfer) -> Outcome:
+        return failed(self._error(kind, message, transfer))
 
-    def _timeout(self, flight: Flight) -> Outcome:
-        error = self._error(DeadlineExceeded, "no answer within the deadline", flight)
+    def _timeout(self, transfer: Transfer) -> Outcome:
+        error = self._error(DeadlineExceeded, "no answer within the deadline", transfer)
         return Outcome(status=Status.TIMEOUT, error=error)

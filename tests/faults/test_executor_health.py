@@ -76,6 +76,45 @@ def test_a_call_that_brought_something_is_a_success() -> None:
         assert scenario.write_breaker.state is BreakerState.CLOSED
 
 
+def test_a_call_that_brought_something_but_not_all_in_time_is_a_failure() -> None:
+    with Scenario(failures=2) as scenario:
+
+        def put(items: Sequence[Item], call: Call) -> None:
+            call.done(0, OK)
+            scenario.clock.now += 10
+            call.remaining()
+
+        scenario.backend.put = put
+        for _ in range(2):
+            assert scenario.write_breaker.state is BreakerState.CLOSED
+            assert scenario.submit(Operation.PUT, 1, 2).statuses() == [Status.OK, Status.TIMEOUT]
+            scenario.quiet()
+        assert scenario.write_breaker.state is BreakerState.OPEN
+
+
+def test_how_a_call_ends_after_its_deadline_changes_nothing_any_more() -> None:
+    with Scenario(failures=3) as scenario:
+        endings: list[Behaviour] = [settle_all(), raising(OSError(5, "I/O error"))]
+        for number, ending in enumerate(endings):
+            hang = scenario.hang(ending)
+
+            def put(items: Sequence[Item], call: Call, hang: Behaviour = hang) -> None:
+                call.done(0, OK)
+                hang(items, call)
+
+            scenario.backend.put = put
+            job = scenario.submit_into(hang, Operation.PUT, number, 100 + number)
+            scenario.pass_time(10)
+            hang.let_go()
+            wait(job.is_finished)
+            scenario.quiet()
+            assert scenario.write_breaker.state is BreakerState.CLOSED  # one failure each
+        scenario.backend.put = settle_all(BROKEN)
+        scenario.submit(Operation.PUT, 9)
+        scenario.quiet()
+        assert scenario.write_breaker.state is BreakerState.OPEN
+
+
 def test_jobs_queued_when_the_breaker_opens_are_not_sent_to_the_failing_store() -> None:
     with Scenario(failures=1) as scenario:
         hang = scenario.backend.get = scenario.hang(raising(OSError("gone")))
@@ -213,6 +252,7 @@ def test_an_open_breaker_allows_no_retry() -> None:
         job = scenario.submit(Operation.PUT, 1)
         assert str(job.error()) == f"slow put {key_of(1)}: reset"
         scenario.quiet()
+        assert "retries" not in scenario.counters
         assert len(scenario.backend.asked) == 1
 
 

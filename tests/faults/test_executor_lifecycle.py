@@ -17,7 +17,7 @@ from lmcache_core.errors import (
     PluginError,
 )
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage import Call, Capabilities, Entry, Operation, Page, Status
+from lmcache_core.storage import BackendStats, Call, Capabilities, Entry, Operation, Page, Status
 
 
 def test_the_capabilities_that_open_narrows_are_in_force() -> None:
@@ -156,8 +156,26 @@ def test_close_settles_what_is_queued_at_once_and_what_hangs_at_its_deadline() -
         assert list(running.landings) == [0]
 
 
-def test_a_call_that_close_wakes_with_an_error_says_closed() -> None:
+def test_a_call_learns_of_close_before_the_backend_does() -> None:
     with Scenario() as scenario:
+        hang = scenario.backend.get = scenario.hang()
+        scenario.submit_into(hang, Operation.GET, 1)
+        (call,) = hang.calls
+        cancelled: list[bool] = []
+
+        def close() -> None:
+            cancelled.append(call.cancelled)
+            hang.let_go()
+
+        scenario.backend.on_close = close
+        scenario.executor.close(scenario.clock() + 30)
+        assert cancelled == [True]
+        with pytest.raises(DeadlineExceeded, match="cancelled"):
+            call.remaining()
+
+
+def test_a_call_that_close_wakes_with_an_error_says_closed_and_is_no_failure_of_the_store() -> None:
+    with Scenario(failures=1) as scenario:
 
         def woken(items: object, call: object) -> None:
             raise OSError(9, "bad file descriptor")
@@ -234,21 +252,21 @@ def test_a_scan_collects_all_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
+    ("page", "message"),
     [
-        Page(entries=[Entry(key=StorageKey("../../etc"), nbytes=1)]),
-        Page(entries=[Entry(key=StorageKey("n-00"), nbytes=1)]),
-        Page(entries=[Entry(key=key_of(1), nbytes=-1)]),
-        Page(entries=["c-1"]),  # type: ignore[list-item]
-        Page(entries=[], cursor="a"),
-        None,
+        (Page(entries=[Entry(key=StorageKey("../../etc"), nbytes=1)]), "a key that is none"),
+        (Page(entries=[Entry(key=StorageKey("n-00"), nbytes=1)]), "returned n-00"),
+        (Page(entries=[Entry(key=key_of(1), nbytes=-1)]), "-1 bytes"),
+        (Page(entries=["c-1"]), "returned a str"),  # type: ignore[list-item]
+        (Page(entries=[], cursor="a"), "doesn't advance"),
+        (None, "NoneType"),
     ],
     ids=["no key", "other prefix", "negative", "no entry", "stands still", "no page"],
 )
-def test_a_scan_that_makes_no_sense_is_an_error(page: Page) -> None:
+def test_a_scan_that_makes_no_sense_is_an_error(page: Page, message: str) -> None:
     with Scenario() as scenario:
         scenario.backend.pages = lambda call, prefix, cursor, limit: page
-        with pytest.raises(BackendError):
+        with pytest.raises(BackendError, match=message):
             scenario.executor.scan("c-", scenario.clock() + 10)
 
 
@@ -287,6 +305,15 @@ def test_a_scan_that_hangs_ends_at_its_deadline() -> None:
         scenario.pass_time(10)
         thread.join(30)
         assert [type(error) for error in errors] == [DeadlineExceeded]
+
+
+def test_the_backends_stats_are_passed_on_and_without_them_there_are_empty_ones() -> None:
+    with Scenario() as scenario:
+        scenario.backend.on_stats = lambda: BackendStats(entries=3)
+        assert scenario.executor.backend_stats() == BackendStats(entries=3)
+        for broken in (lambda: 1 / 0, lambda: {"entries": 3}):
+            scenario.backend.on_stats = broken  # type: ignore[assignment]
+            assert scenario.executor.backend_stats() == BackendStats()
 
 
 def test_lost_copies_reach_the_tier_and_its_errors_reach_no_driver() -> None:

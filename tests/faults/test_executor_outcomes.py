@@ -195,6 +195,29 @@ def test_an_error_that_is_kept_keeps_no_memory(settles: bool) -> None:
         assert isinstance(error, BackendUnavailable)
 
 
+def test_a_driver_that_keeps_its_call_keeps_no_memory() -> None:
+    calls: list[Call] = []
+    with Scenario() as scenario:
+
+        def get(items: Sequence[Item], call: Call) -> None:
+            calls.append(call)
+            call.done(0, Outcome(status=Status.MISS))
+
+        scenario.backend.get = get
+        watched: list[weakref.ref[Memory]] = []
+        job = WatchedJob(scenario.clock() + 10, watched)
+        scenario.executor.submit(job)
+        wait(job.is_finished)
+        del job
+        scenario.submit(Operation.STAT, 1).statuses()  # the thread has left the first call
+        gc.disable()
+        try:
+            assert watched[0]() is None
+        finally:
+            gc.enable()
+        assert not calls[0].cancelled
+
+
 class WatchedJob(RecordingJob):
     """A get into memory that a weak reference watches."""
 

@@ -21,7 +21,7 @@ from executor_scenario import (
 from lmcache_core.errors import BackendError, Corrupt
 from lmcache_core.frame import FrameHeader
 from lmcache_core.storage import BreakerState, Call, Item, Operation, Outcome, Status
-from lmcache_core.storage.flight import check_frame
+from lmcache_core.storage.transfer import check_frame
 
 
 def serving(content: bytes | bytearray, nbytes: int | None = None) -> Callable[[Sequence[Item], Call], None]:
@@ -145,7 +145,7 @@ def test_memory_is_not_released_while_a_frame_is_being_verified(monkeypatch: pyt
             wait(go_on)
             return check_frame(item, nbytes)
 
-        monkeypatch.setattr("lmcache_core.storage.flight.check_frame", check)
+        monkeypatch.setattr("lmcache_core.storage.transfer.check_frame", check)
         job = scenario.submit(Operation.GET, 1)
         wait(checking)
         scenario.pass_time(10)
@@ -164,7 +164,7 @@ def test_a_check_that_crashes_loses_no_item(monkeypatch: pytest.MonkeyPatch) -> 
             def crash(item: Item, nbytes: int) -> FrameHeader:
                 raise MemoryError("in the checker")
 
-            patch.setattr("lmcache_core.storage.flight.check_frame", crash)
+            patch.setattr("lmcache_core.storage.transfer.check_frame", crash)
             job = scenario.submit(Operation.GET, 1)
             assert job.statuses() == [Status.FAILED]
             assert "MemoryError" in str(job.error())

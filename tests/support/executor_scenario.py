@@ -163,6 +163,7 @@ class ScriptedBackend(Backend[NoOptions]):
         self.pages: Callable[[Call, str, str | None, int], Page] = lambda *_: Page(entries=[])
         self.on_open: Callable[[object], Capabilities | None] = lambda host: None
         self.on_close: Callable[[], None] = lambda: None
+        self.on_stats: Callable[[], BackendStats] = BackendStats
         self.asked: list[tuple[str, list[Any]]] = []
         self.closed = threading.Event()
 
@@ -198,7 +199,7 @@ class ScriptedBackend(Backend[NoOptions]):
         return self.pages(call, prefix, cursor, limit)
 
     def stats(self) -> BackendStats:
-        return BackendStats()
+        return self.on_stats()
 
 
 class RecordingJob(Job):

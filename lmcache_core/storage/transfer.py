@@ -11,7 +11,7 @@ A deadline or close also ends CHECKING and HELD_BACK. An item is settled exactly
 ABANDONED or ENDED, whichever comes first; in ABANDONED its memory is quarantined.
 
 Memory is free when two counts are zero. An attempt is over when its method has returned and the backend
-has let go of each of its items. A flight is finished when nobody holds it: not the executor (until the
+has let go of each of its items. A transfer is finished when nobody holds it: not the executor (until the
 last attempt is over), no check that reads its memory, no thread that is reporting an item.
 """
 
@@ -50,8 +50,8 @@ class ItemState(Enum):
     """Settled, and the backend has let go."""
 
 
-class FlightOwner(Protocol):
-    """What a flight needs of its executor. Never called with the flight's lock held."""
+class TransferOwner(Protocol):
+    """What a transfer needs of its executor. Never called with the transfer's lock held."""
 
     @property
     def tier(self) -> str: ...
@@ -62,15 +62,15 @@ class FlightOwner(Protocol):
 
     def verify(self, check: Callable[[], None]) -> None: ...
 
-    def attempt_over(self, flight: Flight, attempt: Attempt) -> None: ...
+    def attempt_over(self, transfer: Transfer, attempt: Attempt) -> None: ...
 
-    def flight_finished(self, flight: Flight) -> None: ...
+    def transfer_finished(self, transfer: Transfer) -> None: ...
 
 
-class Flight:
+class Transfer:
     """One job between `submit` and `finished`. Every method may be called on any thread."""
 
-    def __init__(self, job: Job, owner: FlightOwner) -> None:
+    def __init__(self, job: Job, owner: TransferOwner) -> None:
         self.job = job
         self.operation: Operation = job.operation
         self.deadline = job.deadline
@@ -128,7 +128,7 @@ class Flight:
         return len(batch) > 0
 
     def begin(self, started: float) -> Attempt | None:
-        """The call for the items to ask for now; None when the flight was given up meanwhile."""
+        """The call for the items to ask for now; None when the transfer was given up meanwhile."""
         with self._lock:
             if self.cancelled or not self._batch:
                 return None
@@ -248,14 +248,14 @@ class Flight:
         return bool(self._held_back) and not self.cancelled
 
     def release(self) -> None:
-        """One holder less; the last one finishes the flight."""
+        """One holder less; the last one finishes the transfer."""
         with self._lock:
             self._holders -= 1
             if self._holders:
                 return
             self._batch = ()  # whoever keeps this object keeps no views
         self._guarded(self.job.finished)
-        self._owner.flight_finished(self)
+        self._owner.transfer_finished(self)
 
     # --- inside
 
