@@ -121,16 +121,21 @@ def _show(console: Console, result: Result) -> None:
         f"[{style}]{result.verdict.value:>14}[/]  {result.prop.group}: {escape(result.prop.sentence)} "
         f"[dim]{result.seconds:.2f} s[/]",
         highlight=False,
+        soft_wrap=True,
     )
     if result.reason:
-        console.print(f"{'':>16}{escape(result.reason)}", highlight=False)
+        console.print(f"{'':>16}{escape(result.reason)}", highlight=False, soft_wrap=True)
     if result.verdict is Verdict.FAILED:
-        console.print(f"{'':>16}[dim]why it matters: {escape(result.prop.why)}[/]", highlight=False)
+        console.print(
+            f"{'':>16}[dim]why it matters: {escape(result.prop.why)}[/]", highlight=False, soft_wrap=True
+        )
 
 
 def _summarise(console: Console, name: str, report: Report) -> None:
     counts = [f"{len(report.of(verdict))} {verdict.value}" for verdict in Verdict if report.of(verdict)]
-    console.print(f"[bold]{escape(name)}[/]: {', '.join(counts) or 'nothing ran'}", highlight=False)
+    console.print(
+        f"[bold]{escape(name)}[/]: {', '.join(counts) or 'nothing ran'}", highlight=False, soft_wrap=True
+    )
 
 
 def _fill_in(value: object, tmp: Path) -> object:

@@ -48,7 +48,6 @@ class LeavesTheEndOfALongerValue(MemoryBackend):
     also=(
         "a_key_may_occur_twice_in_a_batch",
         "a_value_in_many_views_comes_back_in_order",
-        *RACES,
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
         "a_full_store_says_so_and_keeps_what_it_has",
         "a_range_is_exactly_the_bytes_asked_for",

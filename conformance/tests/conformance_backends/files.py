@@ -186,7 +186,7 @@ class ForgetsOnlyInMemory(FileBackend):
         super().index()
 
 
-@breaks("a_put_that_was_acknowledged_survives_kill_9", also=KILLS)
+@breaks("a_put_that_was_acknowledged_survives_kill_9", also=(*KILLS, *RACES))
 class WritesBehind(FileBackend):
     """Keeps the last value in memory until the next call."""
 

@@ -1,0 +1,210 @@
+"""The three doors: the base class under pytest, the command, and the library call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner, Result
+
+from conformance_backends.broken_conduct import CountsAttempts
+from conformance_backends.harness import SmallHarness
+from conformance_backends.memory import MemoryBackend
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.registry import BackendSpec, Registry
+from lmcache_core.storage.contract import Call
+from lmcache_core_conformance import BackendConformance, Deviation, Harness, Verdict, command, run
+
+ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
+STATS = "test_stats_count_what_is_stored"
+MODULE = """
+import pytest
+from conformance_backends.broken_conduct import CountsAttempts
+from conformance_backends.files import FileBackend
+from conformance_backends.harness import SmallHarness
+from conformance_backends.memory import MemoryBackend
+from lmcache_core_conformance import BackendConformance, Deviation, Harness
+"""
+
+
+def collect_and_run(pytester: pytest.Pytester, code: str, *arguments: str) -> pytest.RunResult:
+    pytester.makepyfile(MODULE + code)
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+
+
+class Hanging(MemoryBackend):
+    def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
+        threading.Event().wait()
+
+
+def test_a_subclass_with_a_harness_runs_every_property_and_skips_none(pytester: pytest.Pytester) -> None:
+    code = "class TestMine(BackendConformance):\n    harness = SmallHarness(MemoryBackend)\n"
+    result = collect_and_run(pytester, code, "-k", "round or persist or reopen or byte_for_byte")
+    counts = result.parseoutcomes()
+    assert counts["passed"] >= 1
+    assert "skipped" not in counts
+    result.stdout.fnmatch_lines(["*conformance: not applicable*", "capability persistent is False:"])
+
+
+def test_replacing_a_standard_test_is_an_error() -> None:
+    with pytest.raises(TypeError, match="replaces test_a_value_comes_back"):
+        type(
+            "TestMine",
+            (BackendConformance,),
+            {"harness": SmallHarness(MemoryBackend), ROUND_TRIP: lambda self: None},
+        )
+
+
+def test_replacing_what_standard_tests_are_built_of_is_an_error() -> None:
+    with pytest.raises(TypeError, match="replaces holds"):
+        type(
+            "TestMine",
+            (BackendConformance,),
+            {"harness": SmallHarness(MemoryBackend), "holds": lambda self, *rest: None},
+        )
+
+
+def test_a_subclass_without_a_harness_is_an_error() -> None:
+    with pytest.raises(TypeError, match="harness must be an instance"):
+        type("TestMine", (BackendConformance,), {})
+
+
+@pytest.mark.parametrize("mark", ["skip", "xfail"])
+def test_marking_a_standard_test_is_refused(pytester: pytest.Pytester, mark: str) -> None:
+    code = (
+        f"@pytest.mark.{mark}(reason='not today')\n"
+        "class TestMine(BackendConformance):\n    harness = SmallHarness(MemoryBackend)\n"
+    )
+    result = collect_and_run(pytester, code)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*is marked {mark}*"])
+
+
+def test_skipping_from_a_fixture_counts_as_failed(pytester: pytest.Pytester) -> None:
+    code = """
+class TestMine(BackendConformance):
+    harness = SmallHarness(MemoryBackend)
+
+    @pytest.fixture(autouse=True)
+    def not_today(self):
+        pytest.skip("not today")
+"""
+    result = collect_and_run(pytester, code, "-k", "byte_for_byte")
+    assert "passed" not in result.parseoutcomes()
+    assert "skipped" not in result.parseoutcomes()
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+DEVIATING = """
+class MyHarness(SmallHarness):
+    deviations = (Deviation("test_stats_count_what_is_stored", "counts attempts"),)
+
+class TestMine(BackendConformance):
+    harness = MyHarness({backend})
+"""
+
+
+def test_a_listed_deviation_is_an_expected_failure(pytester: pytest.Pytester) -> None:
+    result = collect_and_run(pytester, DEVIATING.format(backend="CountsAttempts"), "-k", "stats_count")
+    result.assert_outcomes(xfailed=1)
+
+
+def test_a_listed_deviation_that_passes_is_a_failure(pytester: pytest.Pytester) -> None:
+    result = collect_and_run(pytester, DEVIATING.format(backend="MemoryBackend"), "-k", "stats_count")
+    result.assert_outcomes(failed=1)
+
+
+UNPROVEN = """
+class MyHarness(Harness):
+    backend = FileBackend
+
+    def fresh_config(self, tmp):
+        return {"path": str(tmp)}
+
+class TestMine(BackendConformance):
+    harness = MyHarness()
+"""
+
+
+def test_a_property_without_its_hook_is_unproven_and_fails_when_strict(pytester: pytest.Pytester) -> None:
+    result = collect_and_run(pytester, UNPROVEN, "-k", "failed_open")
+    counts = result.parseoutcomes()
+    assert (counts.get("unproven"), counts.get("passed"), counts.get("skipped")) == (1, None, None)
+    result.stdout.fnmatch_lines(["harness hook `unopenable_config` is missing:"])
+    strict = pytester.runpytest_inprocess(
+        "-p", "no:cacheprovider", "-k", "failed_open", "--conformance-strict"
+    )
+    strict.assert_outcomes(failed=1)
+
+
+def test_a_backend_that_hangs_fails_and_is_shown_where() -> None:
+    harness = SmallHarness(Hanging)
+    harness.limit_s = 0.2
+    result = run(harness, properties=["test_stat_tells_the_length_that_get_returns"]).results[0]
+    assert result.verdict is Verdict.FAILED
+    assert "stat_many" in result.reason
+
+
+def test_the_library_call_knows_deviations_too() -> None:
+    harness = SmallHarness(CountsAttempts)
+    harness.deviations = (Deviation(STATS, "counts attempts"),)
+    assert run(harness, properties=[STATS]).results[0].verdict is Verdict.DEVIATION
+    harness = SmallHarness(MemoryBackend)
+    harness.deviations = (Deviation(STATS, "counts attempts"),)
+    assert run(harness, properties=[STATS]).results[0].verdict is Verdict.FAILED
+
+
+def test_an_unknown_group_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"no group 'sises'; there are batching, .*sizes"):
+        run(SmallHarness(MemoryBackend), groups=["sises"])
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    registry = Registry()
+    for name, backend in (("memory", MemoryBackend), ("attempts", CountsAttempts)):
+        registry.add(BackendSpec(name, f"{backend.__module__}:{backend.__name__}", (1, 0)), backend)
+    monkeypatch.setattr(command, "discover", lambda: registry)
+
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(command.conformance, ["run", *arguments])
+
+    return SimpleNamespace(call=call)
+
+
+def test_the_command_certifies_an_installed_backend(invoke: SimpleNamespace, tmp_path: Path) -> None:
+    config = tmp_path / "harness.yaml"
+    config.write_text("options: {max_value_bytes: 65536}\ncapacity: 8MiB\n")
+    result = invoke.call("--backend", "memory", "--config", str(config), "--group", "sizes")
+    assert result.exit_code == 0, result.output
+    assert "memory: 6 passed" in result.output
+
+
+def test_the_command_fails_when_a_property_does_and_says_why_it_matters(invoke: SimpleNamespace) -> None:
+    result = invoke.call("--backend", "attempts", "--group", "honesty")
+    assert result.exit_code == 1
+    assert "1 failed" in result.output
+    assert "why it matters: Operators size tiers" in " ".join(result.output.split())
+
+
+def test_the_command_refuses_an_unknown_option_with_the_nearest_name(
+    invoke: SimpleNamespace, tmp_path: Path
+) -> None:
+    config = tmp_path / "harness.yaml"
+    config.write_text("opitons: {}\n")
+    result = invoke.call("--backend", "memory", "--config", str(config))
+    assert result.exit_code != 0
+    assert "options" in str(result.exception)
+
+
+def test_options_may_name_the_directory_of_each_store(tmp_path: Path) -> None:
+    config = command.RunConfig(options={"path": "{tmp}/cache", "depth": 2, "more": ["{tmp}"]})
+    harness: Harness = command.ConfiguredHarness(MemoryBackend, config, None)
+    assert harness.fresh_config(tmp_path) == {
+        "path": f"{tmp_path}/cache",
+        "depth": 2,
+        "more": [str(tmp_path)],
+    }
