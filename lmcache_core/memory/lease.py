@@ -154,7 +154,6 @@ class Lease:
     def __del__(self) -> None:
         if self._claim:
             slot = self._claim.pop()
-            self._memory = None
             event = LeaseLost(owner=self.owner, nbytes=self.nbytes, origin=self.origin)
             self._ledger.post(self._ledger.lose_lease, slot, self._exporter, event)
 

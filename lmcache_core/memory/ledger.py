@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from lmcache_core.events import LeaseLost
@@ -50,6 +51,17 @@ class Ledger:
         self.notes: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         self.lost: deque[LeaseLost] = deque()  # to be reported by a call that may call out
         self.quarantined: dict[int, tuple[Exporter, Slot]] = {}  # by the id of the reference
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """The lock, notes settled before and after: for where a microsecond doesn't count."""
+        try:
+            with self.lock:
+                self.settle()
+                yield
+        finally:
+            if self.notes:
+                self.collect()
 
     def room(self, reserve: bool) -> int:
         """Bytes that may be leased on top of what is: how much is free or evictable is another matter."""
@@ -165,7 +177,6 @@ class Ledger:
         """
         waiter = threading.Lock()
         with self.lock:
-            self.settle()
             changed = self.generation != seen or (for_drain and not self.draining)
             if not changed:
                 waiter.acquire()

@@ -17,8 +17,8 @@ from lmcache_core.memory.slabs import PAGE, SlabTable, Slot
 
 log = logging.getLogger(__name__)
 
-_GRAINS = 32
-_MAX_GRAIN_NBYTES = 64 << 20
+_GRAINS = 128
+_MAX_GRAIN_NBYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class MemoryPool:
 
     def wake(self) -> None:
         """Says that residents may have become evictable without a release: unpinned, or childless."""
-        with self._ledger.lock:
+        with self._ledger.locked():
             self._ledger.wake_all()
 
     @property
@@ -153,8 +153,7 @@ class MemoryPool:
     def stats(self) -> PoolStats:
         self._report_lost()
         ledger = self._ledger
-        with ledger.lock:
-            ledger.settle()
+        with ledger.locked():
             return PoolStats(
                 capacity_bytes=self.capacity_bytes,
                 reserved_bytes=self.reserved_bytes,
@@ -172,10 +171,8 @@ class MemoryPool:
 
     def check(self) -> None:
         """Asserts the invariants of the whole pool. Slow: for tests."""
-        ledger = self._ledger
-        with ledger.lock:
-            ledger.settle()
-            ledger.check()
+        with self._ledger.locked():
+            self._ledger.check()
 
     def close(self) -> None:
         """Refuses allocations from now on and wakes those that wait. Idempotent.
@@ -185,7 +182,7 @@ class MemoryPool:
         """
         self._report_lost()
         ledger = self._ledger
-        with ledger.lock:
+        with ledger.locked():
             ledger.closed = True
             ledger.wake_all()
             unused = not ledger.table.used_bytes
@@ -198,8 +195,6 @@ class MemoryPool:
         late = self._clock() >= deadline
         while True:
             slot = reclaim.step(expired=lambda: self._clock() >= deadline)
-            if ledger.notes:
-                ledger.collect()
             if slot is not None or ledger.closed:
                 return slot
             remaining_s = deadline - self._clock()
@@ -215,29 +210,29 @@ class MemoryPool:
         unreserved_bytes = self.capacity_bytes - (0 if reserve else self.reserved_bytes)
         if -(-nbytes // PAGE) * PAGE <= unreserved_bytes and not self._ledger.closed:
             return
-        with self._ledger.lock:
-            self._num_refused += 1
+        self._count_refusal()
         if self._ledger.closed:
             raise PoolFull("the memory pool is closed")
+        apart = ", without the part reserved for loads" if unreserved_bytes < self.capacity_bytes else ""
         raise PoolFull(
-            f"a frame of {nbytes} bytes can't fit the memory pool ({unreserved_bytes} bytes without the "
-            f"part reserved for loads): give it more memory or use smaller chunks"
-            if self.reserved_bytes and not reserve
-            else f"a frame of {nbytes} bytes can't fit the memory pool of {unreserved_bytes} bytes: "
+            f"a frame of {nbytes} bytes can't fit the memory pool of {unreserved_bytes} bytes{apart}: "
             f"give it more memory or use smaller chunks"
         )
 
     def _refusal(self, nbytes: int, reserve: bool) -> PoolFull:
-        ledger = self._ledger
-        with ledger.lock:
+        self._count_refusal()
+        stats = self.stats()
+        if self._ledger.closed:
+            return PoolFull("the memory pool is closed")
+        return PoolFull(
+            f"no {nbytes} bytes came free in the memory pool in time: of {stats.capacity_bytes} bytes "
+            f"{stats.leased_bytes} are leased and {stats.used_bytes - stats.leased_bytes} more are held"
+            + ("" if reserve else f", and {stats.reserved_bytes} are reserved for loads")
+        )
+
+    def _count_refusal(self) -> None:
+        with self._ledger.locked():
             self._num_refused += 1
-            if ledger.closed:
-                return PoolFull("the memory pool is closed")
-            return PoolFull(
-                f"no {nbytes} bytes came free in the memory pool in time: of {self.capacity_bytes} bytes "
-                f"{ledger.leased_bytes} are leased and {ledger.table.used_bytes - ledger.leased_bytes} held"
-                + ("" if reserve else f", and {self.reserved_bytes} are reserved for loads")
-            )
 
     def _report_lost(self) -> None:
         ledger = self._ledger
@@ -259,6 +254,9 @@ class MemoryPool:
 
 
 def _default_grain(capacity_bytes: int) -> int:
-    """A 32nd of the pool in whole huge pages, at most 64 MiB; in pages where the pool is small."""
+    """A 128th of the pool, at most 32 MiB; in whole huge pages, or in pages where the pool is small.
+
+    Coarser grains leave more of a slab empty where many sizes (tails) have few frames each.
+    """
     unit = HUGE_PAGE if capacity_bytes >= _GRAINS * HUGE_PAGE else PAGE
     return max(unit, min(capacity_bytes // _GRAINS // unit * unit, _MAX_GRAIN_NBYTES))

@@ -17,6 +17,9 @@ MAX_PARTIAL_DRAINS = 4
 MAX_USELESS_EVICTIONS = 16
 """Evictions that free nothing, before one allocation asks for no more of them."""
 
+MAX_FAMILIES = 64
+"""Frames with dependents that one last resort may ask the reclaimer for in vain."""
+
 MAX_ATTEMPTS_WHEN_LATE = 64
 """An allocation past its deadline still evicts this often for a slot that other threads snatch away."""
 
@@ -30,7 +33,11 @@ class Reclaimer(Protocol):
         """The tick of the frame that `evict_coldest` would evict, or None when there is none."""
 
     def evict_coldest(self, slot_nbytes: int) -> bool:
-        """Evicts the coldest frame it may among the residents with this `slot_nbytes`. False: none."""
+        """Evicts the coldest resident with this `slot_nbytes` that may go, and what depends on it.
+
+        Dependents count, not only frames without any: a chunk's last descendant is often a tail, which
+        has another slot size. False: nothing may go.
+        """
 
     def evict(self, holds: Sequence[Hold]) -> int:
         """Evicts all these residents and what depends on them; returns how many slots came free.
@@ -56,12 +63,14 @@ class Reclaim:
         self._partial_drains = 0
         self._useless_evictions = 0
         self._exhausted_at = -1  # the generation at which no resident of the class could be evicted
+        self._families_refused_at = -1
         self._num_wakes = ledger.num_wakes
 
     def restart(self) -> None:
         """What could not be evicted may be tried again: a pin can have expired, which nobody announces."""
         self._refused.clear()
         self._exhausted_at = -1
+        self._families_refused_at = -1
 
     def step(self, *, expired: Callable[[], bool]) -> Slot | None:
         """Evicts the coldest things until a slot comes of it; returns it leased, or None.
@@ -71,8 +80,7 @@ class Reclaim:
         """
         ledger = self._ledger
         for attempt in itertools.count():
-            with ledger.lock:
-                ledger.settle()
+            with ledger.locked():
                 self.seen = ledger.generation
                 slot_nbytes = ledger.slot_nbytes(self._nbytes, self._reserve)
                 slot = ledger.take(slot_nbytes, self._reserve)
@@ -84,6 +92,8 @@ class Reclaim:
                 return None
             ways = self._ways(slot_nbytes)
             if not ways:
+                if self._evict_family(slot_nbytes):
+                    continue
                 break
             _, make_room = min(ways, key=operator.itemgetter(0))
             slot = make_room()
@@ -105,7 +115,7 @@ class Reclaim:
                 self._exhausted_at = generation
             else:
                 ways.append((tick, lambda: self._evict_resident(slot_nbytes)))
-        with ledger.lock:
+        with ledger.locked():
             if self._num_wakes != ledger.num_wakes:
                 self._num_wakes = ledger.num_wakes
                 self.restart()
@@ -131,12 +141,26 @@ class Reclaim:
             if self._useless_evictions >= MAX_USELESS_EVICTIONS:
                 self._exhausted_at = before
 
+    def _evict_family(self, slot_nbytes: int) -> bool:
+        """Asks for the frames of the class by name, coldest slab first, where `evict_coldest` has none."""
+        ledger = self._ledger
+        if self._reclaimer is None or self._families_refused_at == ledger.generation:
+            return False
+        with ledger.locked():
+            frames = ledger.table.coldest_residents(slot_nbytes, MAX_FAMILIES)
+        for hold in frames:
+            before = ledger.generation
+            if self._reclaimer.evict([hold]) and ledger.generation != before:
+                return True
+        self._families_refused_at = ledger.generation
+        return False
+
     def _oldest_orphan(self, slot_nbytes: int) -> Slot | None:
         size_class = self._ledger.table.classes.get(slot_nbytes)
         return next(iter(size_class.orphans), None) if size_class is not None else None
 
     def _evict_orphan(self, slot_nbytes: int) -> None:
-        with self._ledger.lock:
+        with self._ledger.locked():
             orphan = self._oldest_orphan(slot_nbytes)
             ended = _end_waiting(orphan) if orphan is not None else []
         for hold in ended:
@@ -145,8 +169,7 @@ class Reclaim:
     def _drain(self, slabs: Sequence[Slab], slot_nbytes: int) -> Slot | None:
         """Empties `slabs` and takes a slot in their place before anyone else can."""
         ledger = self._ledger
-        with ledger.lock:
-            ledger.settle()
+        with ledger.locked():
             if ledger.draining or any(not slab.used or slab.num_leased for slab in slabs):
                 return None  # somebody was here first: look again
             ledger.draining = True
@@ -160,8 +183,7 @@ class Reclaim:
             if residents and self._reclaimer is not None:
                 self._reclaimer.evict(residents)
         finally:
-            with ledger.lock:
-                ledger.settle()
+            with ledger.locked():
                 left = [slot for slab in slabs for slot in slab.used]
                 if not any(slot.leases or slot.residents for slot in left):
                     for slot in left:
@@ -180,8 +202,6 @@ class Reclaim:
                 else:
                     ledger.num_drained_slabs += len(slabs)
                     taken = ledger.take(slot_nbytes, self._reserve)
-        if ledger.notes:
-            ledger.collect()
         try:
             for hold in ended:
                 hold.tell_evicted()
@@ -194,15 +214,14 @@ class Reclaim:
     def _take_larger(self, slot_nbytes: int) -> Slot | None:
         """The last resort, where leases keep every slab from leaving: a slot of a larger class."""
         ledger = self._ledger
-        with ledger.lock:
+        with ledger.locked():
             slot = ledger.take(slot_nbytes, self._reserve, larger=True)
             sizes = ledger.table.larger_sizes(slot_nbytes, ledger.room(self._reserve))
         for size, evict in itertools.product(sizes, (self._evict_orphan, self._evict_any_resident)):
             if slot is not None:
                 break
             evict(size)
-            with ledger.lock:
-                ledger.settle()
+            with ledger.locked():
                 slot = ledger.take(slot_nbytes, self._reserve, larger=True)
         return slot
 

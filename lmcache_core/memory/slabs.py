@@ -231,6 +231,19 @@ class SlabTable:
                 return run
         return None
 
+    def coldest_residents(self, slot_nbytes: int, limit: int) -> list[Hold]:
+        """Residents of unleased slots of the class, one a slot: the coldest slab's first."""
+        size_class = self.classes.get(slot_nbytes)
+        found: list[Hold] = []
+        for slab in sorted(size_class.slabs, key=Slab.coldness) if size_class is not None else ():
+            holds = [
+                hold for slot in slab.used if not slot.leases for hold in slot.live_holds() if hold.resident
+            ]
+            found += sorted(holds, key=operator.attrgetter("tick"))
+            if len(found) >= limit:
+                break
+        return found[:limit]
+
     def check(self) -> None:
         """Asserts what must hold between calls."""
         seen = bytearray(b"\1" * self.num_grains)
