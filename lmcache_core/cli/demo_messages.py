@@ -8,9 +8,9 @@ from typing import TypeAlias
 import msgspec
 
 QUESTIONS = (
-    "Which three promises does the project make?",
-    "How many tokens does a chunk have?",
-    "What happens when a byte on the disk flips?",
+    "What is a chunk?",
+    "What is the first promise?",
+    "What is the name of the connector for Transformers?",
 )
 MIN_DOCUMENT_TOKENS = 4000
 

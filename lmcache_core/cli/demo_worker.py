@@ -62,7 +62,7 @@ def tokenized(tokenizer: Any, document: str) -> tuple[list[int], list[list[int]]
     shared: list[int] = []
     prompts: list[list[int]] = []
     for question in QUESTIONS:
-        asked = f"\n\nQuestion: {question} Answer in one sentence."
+        asked = f"\n\n{question}"
         text = document + asked
         if tokenizer.chat_template:
             text = str(

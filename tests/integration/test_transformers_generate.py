@@ -1,0 +1,360 @@
+"""CachedGenerator over real tiers: the tokens of a run without any cache, from less computing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from tiny_models import SIZES, gpt2, greedy, llama, made, prompt, tiers
+
+from lmcache_core.connectors.transformers import CachedGenerator
+from lmcache_core.errors import ConfigError, LMCacheError, UnsupportedModel
+
+NEW = 12
+
+
+def answers(generator: CachedGenerator, tokens: Any, **options: Any) -> list[tuple[int, ...]]:
+    return [one.tokens for one in generator.generate(tokens, max_new_tokens=NEW, **options)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama()
+
+
+@pytest.fixture
+def generator(model: Any) -> Iterator[CachedGenerator]:
+    with CachedGenerator(model, tiers()) as made_for_it:
+        yield made_for_it
+        assert made_for_it.engine.stats().memory.leases == 0
+        assert made_for_it.engine.stats().memory.lost_leases == 0
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(llama, id="llama"),
+        pytest.param(gpt2, id="absolute positions"),
+        pytest.param(lambda: made(t.Qwen2Config(**SIZES)), id="qwen2"),
+        pytest.param(
+            lambda: made(
+                t.BloomConfig(
+                    vocab_size=128,
+                    hidden_size=64,
+                    n_layer=2,
+                    n_head=4,
+                    initializer_range=0.2,
+                    eos_token_id=None,
+                )
+            ),
+            id="alibi",
+        ),
+        pytest.param(
+            lambda: llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}), id="yarn"
+        ),
+    ],
+)
+def test_answers_are_those_of_a_run_without_a_cache(build: Any) -> None:
+    model = build()
+    shared = prompt(300, seed=1)
+    prompts = [shared + prompt(40, seed=2), shared + prompt(90, seed=3)]
+    expected = [greedy(model, tokens, NEW) for tokens in prompts]
+    with CachedGenerator(model, tiers()) as generator:
+        for tokens, want in zip(prompts, expected, strict=True):
+            assert answers(generator, tokens) == [want]
+        for tokens, want in zip(prompts, expected, strict=True):
+            [again] = generator.generate(tokens, max_new_tokens=NEW)
+            assert again.tokens == want
+            assert again.prompt.num_loaded_tokens == len(tokens) // 16 * 16
+
+
+def test_the_end_of_a_prompt_is_loaded_in_steps_of_sixteen(generator: CachedGenerator) -> None:
+    tokens = prompt(64 * 3 + 39)
+    first = generator.generate(tokens, max_new_tokens=1)[0].prompt
+    second = generator.generate(tokens, max_new_tokens=1)[0].prompt
+    assert (first.num_loaded_tokens, first.num_computed_tokens) == (0, len(tokens))
+    assert (second.num_loaded_tokens, second.num_computed_tokens) == (64 * 3 + 32, 7)
+    assert second.tokens_by_tier == {"memory": 64 * 3 + 32}
+
+
+def test_a_prompt_that_is_known_to_its_end_computes_its_last_token(
+    model: Any, generator: CachedGenerator
+) -> None:
+    tokens = prompt(128)
+    want = greedy(model, tokens, NEW)
+    for _ in range(2):
+        [result] = generator.generate(tokens, max_new_tokens=NEW)
+        assert result.tokens == want
+    assert (result.prompt.num_loaded_tokens, result.prompt.num_computed_tokens) == (127, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 63, 64, 65])
+def test_short_prompts_around_every_boundary_are_answered_alike(
+    model: Any, generator: CachedGenerator, count: int
+) -> None:
+    tokens = prompt(count, seed=count)
+    want = [greedy(model, tokens, NEW)]
+    assert [answers(generator, tokens) for _ in range(3)] == [want] * 3
+
+
+def test_bf16_kv_comes_back_bit_for_bit() -> None:
+    model = llama(dtype=torch.bfloat16)
+    tokens = prompt(200)
+    ids = torch.tensor([tokens])
+    with torch.inference_mode():
+        computed = model(ids, use_cache=True).cache
+    with CachedGenerator(model, tiers()) as generator:
+        generator.prefill(tokens)
+        content = generator.engine.content(tokens)
+        with generator._workspace.batch([len(tokens)], 0) as batch:
+            for keys, values in batch.planes:
+                keys.fill_(-1)
+                values.fill_(-1)
+            assert generator.engine.retrieve(content, batch.row(0)).num_tokens == 192
+            for (keys, values), layer in zip(batch.planes, computed.layers, strict=True):
+                assert torch.equal(keys[:, :, :192], layer.keys[:, :, :192])
+                assert torch.equal(values[:, :, :192], layer.values[:, :, :192])
+        assert answers(generator, tokens) == answers(generator, tokens)
+
+
+# -- batches -------------------------------------------------------------------------------------------
+
+
+def test_rows_of_very_different_lengths_equal_their_own_batch_of_one(
+    model: Any, generator: CachedGenerator
+) -> None:
+    rows = [prompt(300, seed=1), prompt(1500, seed=2), prompt(4000, seed=3)]
+    expected = [greedy(model, row, NEW) for row in rows]
+    generator.generate(rows[0][:200], max_new_tokens=1)
+    generator.generate(rows[2], max_new_tokens=1)
+    results = generator.generate(rows, max_new_tokens=NEW)
+    assert [result.tokens for result in results] == expected
+    assert [result.prompt.num_loaded_tokens for result in results] == [192, 0, 3999]
+    results = generator.generate(rows, max_new_tokens=NEW)
+    assert [result.tokens for result in results] == expected
+    assert [result.prompt.num_loaded_tokens for result in results] == [288, 1488, 3999]
+    assert [answers(generator, row)[0] for row in rows] == expected
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_tensors_are_known_by_their_own_tokens(
+    model: Any, generator: CachedGenerator, side: str
+) -> None:
+    rows = [prompt(70, seed=1), prompt(200, seed=2)]
+    expected = [greedy(model, row, NEW) for row in rows]
+    for row in rows:
+        generator.generate(row, max_new_tokens=1)
+    ids, mask = torch.full((2, 200), 7), torch.zeros(2, 200, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        place = slice(200 - len(row), 200) if side == "left" else slice(0, len(row))
+        ids[index, place] = torch.tensor(row)
+        mask[index, place] = 1
+    results = generator.generate(ids, mask, max_new_tokens=NEW)
+    assert [result.tokens for result in results] == expected
+    assert [result.prompt.num_loaded_tokens for result in results] == [64, 192]
+
+
+def test_a_row_loads_what_a_row_before_it_computed(generator: CachedGenerator) -> None:
+    shared = prompt(256, seed=4)
+    rows = [shared + prompt(30, seed=5), shared + prompt(50, seed=6)]
+    first, second = generator.generate(rows, max_new_tokens=1)
+    assert first.prompt.num_loaded_tokens == 0
+    assert second.prompt.num_loaded_tokens == 256
+
+
+def test_a_row_that_ends_early_leaves_the_others_to_go_on(model: Any, generator: CachedGenerator) -> None:
+    rows = [prompt(40, seed=1), prompt(90, seed=2)]
+    expected = [greedy(model, row, NEW) for row in rows]
+    end = next(token for token in expected[0] if token not in expected[1])
+    stop = expected[0].index(end) + 1
+    assert answers(generator, rows, eos_token_id=end) == [expected[0][:stop], expected[1]]
+
+
+# -- what generate takes and refuses -------------------------------------------------------------------
+
+
+def test_an_answer_is_part_of_the_next_turns_prefix(generator: CachedGenerator) -> None:
+    tokens = prompt(100)
+    [first] = generator.generate(tokens, max_new_tokens=40)
+    turn = [*tokens, *first.tokens, *prompt(20, seed=9)]
+    [second] = generator.generate(turn, max_new_tokens=1)
+    assert second.prompt.num_loaded_tokens == (100 + 39) // 16 * 16
+
+
+def test_sampling_goes_on_from_the_loaded_prefix(model: Any, generator: CachedGenerator) -> None:
+    rows = [prompt(150, seed=1), prompt(260, seed=2)]
+    generator.generate(rows, max_new_tokens=1)
+    plain = t.GenerationConfig(do_sample=False, max_new_tokens=NEW)
+    results = generator.generate(rows, generation_config=plain)
+    assert [result.tokens for result in results] == [greedy(model, row, NEW) for row in rows]
+    assert [result.prompt.num_loaded_tokens for result in results] == [144, 256]
+    assert all(result.first_token_s > 0 for result in results)
+
+    sampling = t.GenerationConfig(do_sample=True, top_k=5, temperature=2.0, max_new_tokens=NEW)
+    torch.manual_seed(7)
+    [sampled] = generator.generate(rows[0], generation_config=sampling)
+    torch.manual_seed(7)
+    ids = torch.tensor([rows[0]])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=sampling)
+    assert sampled.tokens == tuple(output[0, len(rows[0]) :].tolist())
+
+
+def test_a_model_whose_default_is_to_use_no_cache_samples_correctly() -> None:
+    config = t.MptConfig(
+        vocab_size=128, d_model=64, n_layers=2, n_heads=4, max_seq_len=512, initializer_range=0.2
+    )
+    model = made(config)
+    assert model.generation_config.use_cache is False
+    tokens = prompt(90)
+    with CachedGenerator(model, tiers()) as generator:
+        generator.generate(tokens, max_new_tokens=1)
+        [result] = generator.generate(
+            tokens, generation_config=t.GenerationConfig(do_sample=False, max_new_tokens=NEW)
+        )
+    assert result.prompt.num_loaded_tokens == 80
+    assert result.tokens == greedy(model, tokens, NEW)
+
+
+def test_odd_requests_are_refused_before_anything_is_computed(generator: CachedGenerator) -> None:
+    beams = t.GenerationConfig(num_beams=3, max_new_tokens=4)
+    with pytest.raises(ValueError, match="beams"):
+        generator.generate([3, 4], generation_config=beams)
+    with pytest.raises(ValueError, match="prompt 1 has no token"):
+        generator.generate([[3], []])
+    with pytest.raises(ValueError, match="no token"):
+        generator.generate([])
+    with pytest.raises(ValueError, match="at least 1"):
+        generator.generate([3], max_new_tokens=0)
+    with pytest.raises(ValueError, match="lists hold no padding"):
+        generator.generate([3], torch.ones(1, 1))
+    with pytest.raises(ValueError, match=r"\[1, 1, 1\]"):
+        generator.generate(torch.ones(1, 1, 1))
+    with pytest.raises(ValueError, match="one prompt, not 2"):
+        generator.prefill(torch.ones(2, 5))
+
+
+def test_without_store_nothing_is_kept(generator: CachedGenerator) -> None:
+    tokens = prompt(130)
+    for _ in range(2):
+        assert generator.generate(tokens, max_new_tokens=4, store=False)[0].prompt.num_loaded_tokens == 0
+
+
+def test_prefill_makes_a_documents_end_known(generator: CachedGenerator) -> None:
+    document = prompt(250, seed=1)
+    assert generator.prefill(document).num_computed_tokens == 250
+    again = generator.prefill(document)
+    assert (again.num_loaded_tokens, again.num_computed_tokens) == (0, 0)
+    [result] = generator.generate(document + prompt(60, seed=2), max_new_tokens=1)
+    assert result.prompt.num_loaded_tokens == 240
+
+
+def test_a_salt_hides_a_prefix_from_everyone_without_it(generator: CachedGenerator) -> None:
+    tokens = prompt(130)
+    generator.generate(tokens, max_new_tokens=1, salt=b"tenant a")
+    loaded = {
+        salt: generator.generate(tokens, max_new_tokens=1, salt=salt, store=False)[0].prompt.num_loaded_tokens
+        for salt in (b"", b"tenant a", b"tenant b")
+    }
+    assert loaded == {b"": 0, b"tenant a": 128, b"tenant b": 0}
+
+
+# -- identity ------------------------------------------------------------------------------------------
+
+
+def test_changed_weights_are_computed_afresh_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    tokens = prompt(130)
+    with CachedGenerator(model, tiers()) as generator:
+        before = answers(generator, tokens)
+        model.model.layers[0].self_attn.k_proj.weight.data += 0.3  # as merging an adapter does
+        expected = greedy(model, tokens, NEW)
+        assert [expected] != before
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                [result] = generator.generate(tokens, max_new_tokens=NEW)
+                assert result.tokens == expected
+                assert result.prompt.num_loaded_tokens == 0
+        assert sum("changed since the cache was attached" in record.message for record in caplog.records) == 1
+
+
+def test_a_store_of_other_weights_is_never_loaded(tmp_path: Path) -> None:
+    tokens = prompt(130)
+    for seed in (0, 1, 0):
+        model = llama(seed=seed)
+        with CachedGenerator(model, tiers(tmp_path)) as generator:
+            [result] = generator.generate(tokens, max_new_tokens=NEW)
+            assert result.tokens == greedy(model, tokens, NEW)
+            assert generator.flush(30)
+    assert result.prompt.tokens_by_tier == {"disk": 128}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_each_adapter_sees_its_own_kv_and_the_base_model_its_own() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    options: dict[str, Any] = {
+        "r": 4,
+        "lora_alpha": 32,
+        "target_modules": ["q_proj", "k_proj", "v_proj"],
+        "init_lora_weights": False,
+    }
+    torch.manual_seed(1)
+    model = get_peft_model(llama(), LoraConfig(**options), adapter_name="first")
+    model.add_adapter("second", LoraConfig(**options))
+    model.eval()
+    tokens = prompt(130)
+    base = model.get_base_model()
+    with CachedGenerator(model, tiers()) as generator:
+        for round_number in range(2):
+            seen = set()
+            for adapter in ("first", "second", None):
+                if adapter is None:
+                    with model.disable_adapter():
+                        expected = greedy(base, tokens, NEW)
+                        [result] = generator.generate(tokens, max_new_tokens=NEW)
+                else:
+                    model.set_adapter(adapter)
+                    expected = greedy(base, tokens, NEW)
+                    [result] = generator.generate(tokens, max_new_tokens=NEW)
+                assert result.tokens == expected
+                assert result.prompt.num_loaded_tokens == (128 if round_number else 0)
+                seen.add(result.tokens)
+            assert len(seen) == 3
+
+
+# -- life ----------------------------------------------------------------------------------------------
+
+
+def test_a_refused_model_opens_no_tier(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with pytest.raises(UnsupportedModel, match="sliding-window"):
+        CachedGenerator(made(t.MistralConfig(**SIZES, sliding_window=64)), tiers(folder))
+    assert not folder.exists()
+
+
+def test_a_config_error_names_the_key(model: Any) -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        CachedGenerator(model, {**tiers(), "chunk_token": 64})
+
+
+def test_a_given_engine_stays_open_and_must_be_the_models_own(model: Any) -> None:
+    tokens = prompt(130)
+    with CachedGenerator(model, tiers()) as owner:
+        with CachedGenerator(model, owner.engine) as second:
+            second.generate(tokens, max_new_tokens=1)
+        assert owner.generate(tokens, max_new_tokens=1)[0].prompt.num_loaded_tokens == 128
+        with pytest.raises(LMCacheError, match="another model"):
+            CachedGenerator(llama(seed=5), owner.engine)
+
+
+def test_a_closed_generator_says_so(model: Any) -> None:
+    generator = CachedGenerator(model, tiers())
+    generator.close()
+    generator.close()
+    with pytest.raises(LMCacheError, match="closed"):
+        generator.generate([3, 4, 5])

@@ -1,0 +1,198 @@
+"""What makes two loaded models one model to the cache, and what doesn't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import llama
+
+from lmcache_core.connectors.transformers.adapters import Adapters
+from lmcache_core.connectors.transformers.forward import Forward, unwrapped
+from lmcache_core.connectors.transformers.identity import model_record
+from lmcache_core.connectors.transformers.support import probe
+from lmcache_core.connectors.transformers.tensors import Watch
+from lmcache_core.errors import UnsupportedModel
+from lmcache_core.identity import ModelRecord, differences
+
+
+def record_of(model: Any) -> ModelRecord:
+    base = unwrapped(model)
+    return model_record(base, Adapters(model, base), probe(base, Forward(base)), 64)
+
+
+def fields(ours: Any, theirs: Any) -> set[str]:
+    return {difference.field for difference in differences(record_of(ours), record_of(theirs))}
+
+
+def test_equal_weights_and_config_are_one_model() -> None:
+    assert record_of(llama()) == record_of(llama())
+
+
+def test_one_changed_element_of_one_tensor_is_another_model() -> None:
+    other = llama()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[5, 7] += 1e-6
+    assert fields(llama(), other) == {"weights"}
+
+
+def test_a_changed_buffer_that_no_file_holds_is_another_model() -> None:
+    other = llama()
+    other.model.rotary_emb.inv_freq.mul_(1.5)
+    assert fields(llama(), other) == {"weights"}
+
+
+def test_rope_and_dtype_are_named_as_the_difference() -> None:
+    assert "config.rope_parameters.rope_theta" in fields(
+        llama(), llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    )
+    assert "config.kv_dtype" in fields(llama(), llama(dtype=torch.bfloat16))
+
+
+def test_names_lengths_and_token_roles_make_no_difference() -> None:
+    other = llama(max_position_embeddings=4096, use_cache=False, bos_token_id=5)
+    other.config._name_or_path = "elsewhere/model"
+    assert fields(llama(), other) == set()
+
+
+def test_the_maximum_length_counts_where_a_rope_type_may_read_it() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    found = fields(
+        llama(rope_parameters=dict(yarn)), llama(rope_parameters=dict(yarn), max_position_embeddings=4096)
+    )
+    assert "config.max_position_embeddings" in found
+
+
+def test_state_that_is_no_tensor_is_refused() -> None:
+    class Scaled(torch.nn.Module):
+        def get_extra_state(self) -> Any:
+            return {"scale": 2.0}
+
+    model = llama()
+    model.model.layers[0].mlp.scaled = Scaled()
+    with pytest.raises(UnsupportedModel, match="_extra_state is a dict"):
+        record_of(model)
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+
+
+def _behind_autograd(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight.data += 0.5
+
+
+def _replaced(model: Any) -> None:
+    model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(torch.zeros(64, 64))
+
+
+def _new_module(model: Any) -> None:
+    model.model.layers[0].mlp.extra = torch.nn.Linear(2, 2)
+
+
+def _training(model: Any) -> None:
+    model.train()
+
+
+@pytest.mark.parametrize("change", [_in_place, _behind_autograd, _replaced, _new_module, _training])
+def test_the_watch_sees_a_change_and_does_not_forget_it(change: Any) -> None:
+    model = llama()
+    watch = Watch(model)
+    model(torch.tensor([[3, 4, 5]]))
+    assert not watch.changed()
+    change(model)
+    assert watch.changed()
+    model.eval()
+    assert watch.changed()
+
+
+def test_the_watch_reads_inference_tensors_too() -> None:
+    with torch.inference_mode():
+        model = llama()
+    watch = Watch(model)
+    assert not watch.changed()
+    with torch.inference_mode():
+        model.lm_head.weight.add_(1)
+    assert watch.changed()
+
+
+# -- adapters ------------------------------------------------------------------------------------------
+
+# peft 0.21 asks Transformers 5.24 for an attribute that is about to be renamed.
+quiet_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+def with_lora(base: Any, *, name: str = "default", seed: int = 0, **options: Any) -> Any:
+    """`base` in PEFT's wrapper, with a LoRA whose B isn't zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    return get_peft_model(base, config, adapter_name=name).eval()
+
+
+def lora_of(model: Any) -> bytes:
+    return Adapters(model, unwrapped(model)).fingerprint()
+
+
+@quiet_peft
+def test_a_lora_leaves_the_base_model_the_same_and_has_its_own_fingerprint() -> None:
+    model = with_lora(llama())
+    assert record_of(model) == record_of(llama())
+    assert len(lora_of(model)) == 32
+    assert lora_of(llama()) == b""
+
+
+@quiet_peft
+def test_the_adapters_weights_and_scaling_count_and_its_name_does_not() -> None:
+    first = lora_of(with_lora(llama(), seed=1))
+    assert lora_of(with_lora(llama(), seed=1, name="another")) == first
+    assert lora_of(with_lora(llama(), seed=2)) != first
+    assert lora_of(with_lora(llama(), seed=1, lora_alpha=99)) != first
+
+
+@quiet_peft
+def test_switching_and_disabling_adapters_is_followed() -> None:
+    from peft import LoraConfig
+
+    model = with_lora(llama(), name="first", seed=1)
+    torch.manual_seed(2)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapters = Adapters(model, unwrapped(model))
+    watch = Watch(unwrapped(model))
+    a = adapters.fingerprint()
+    model.set_adapter("second")
+    b = adapters.fingerprint()
+    assert len({a, b, b""}) == 3
+    with model.disable_adapter():
+        assert adapters.fingerprint() == b""
+    model.set_adapter("first")
+    assert adapters.fingerprint() == a
+    assert not watch.changed()
+
+
+@quiet_peft
+def test_merging_an_adapter_is_a_change_of_weights() -> None:
+    model = with_lora(llama())
+    watch = Watch(unwrapped(model))
+    model.merge_adapter()
+    assert watch.changed()
+    assert lora_of(model) == b""
+    assert fields(llama(), model) == {"weights"}
+
+
+@quiet_peft
+def test_adapters_that_cannot_be_told_are_refused() -> None:
+    from peft import IA3Config, PromptTuningConfig, get_peft_model
+
+    with pytest.raises(UnsupportedModel, match="only LoRA"):
+        lora_of(get_peft_model(llama(), IA3Config(target_modules=["k_proj"], feedforward_modules=[])))
+    with pytest.raises(UnsupportedModel, match="LoRA variant"):
+        lora_of(with_lora(llama(), use_dora=True))
+    with pytest.raises(UnsupportedModel, match="modules_to_save"):
+        lora_of(with_lora(llama(), modules_to_save=["embed_tokens"]))
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UnsupportedModel, match="no ids"):
+        lora_of(get_peft_model(llama(), prompts))

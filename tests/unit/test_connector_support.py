@@ -1,0 +1,171 @@
+"""Which Transformers models the connector takes, and what it says to the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from tiny_models import SIZES, gpt2, llama, made
+
+from lmcache_core.connectors.transformers.forward import Forward, unwrapped
+from lmcache_core.connectors.transformers.identity import part_of
+from lmcache_core.connectors.transformers.support import check_model, probe
+from lmcache_core.connectors.transformers.workspace import KVShape
+from lmcache_core.errors import UnsupportedModel
+
+
+def attach(model: Any) -> KVShape:
+    base = unwrapped(model)
+    check_model(base)
+    return probe(base, Forward(base))
+
+
+def refusal(model: Any) -> str:
+    with pytest.raises(UnsupportedModel) as caught:
+        attach(model)
+    return str(caught.value)
+
+
+def sized(config_class: Any, **changes: Any) -> Any:
+    return made(config_class(**{**SIZES, **changes}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_llama_is_taken_in_its_own_dtype(dtype: torch.dtype) -> None:
+    shape = attach(llama(dtype=dtype))
+    assert shape == KVShape(num_layers=2, num_heads=2, dim=16, dtype=dtype)
+    part = part_of(shape)
+    assert (part.layers, part.heads) == ((0, 2), (0, 2))
+    assert part.content_nbytes == 2 * 16 * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(gpt2, id="absolute positions"),
+        pytest.param(lambda: sized(t.Qwen2Config), id="qwen2"),
+        pytest.param(lambda: sized(t.Qwen3Config, head_dim=16), id="qwen3"),
+        pytest.param(lambda: sized(t.MistralConfig, sliding_window=None), id="mistral without a window"),
+        pytest.param(
+            lambda: made(t.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4)), id="alibi"
+        ),
+        pytest.param(
+            lambda: llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+            id="linear rope",
+        ),
+        pytest.param(
+            lambda: llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}), id="yarn"
+        ),
+    ],
+)
+def test_models_whose_kv_is_a_function_of_the_prefix_are_taken(build: Any) -> None:
+    assert attach(build()).num_layers == 2
+
+
+def test_a_sliding_window_is_refused() -> None:
+    assert "sliding-window" in refusal(sized(t.MistralConfig, sliding_window=64))
+    assert "layer 0" in refusal(sized(t.Gemma2Config, head_dim=16))
+    assert "sliding-window" in refusal(sized(t.Gemma3TextConfig, head_dim=16))
+
+
+def test_recurrent_state_is_refused() -> None:
+    mamba = made(t.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2))
+    assert "recurrent state" in refusal(mamba)
+    jamba = sized(
+        t.JambaConfig,
+        num_experts=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=4,
+        mamba_expand=2,
+    )
+    assert "recurrent state" in refusal(jamba)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = t.T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    assert "encoder-decoder" in refusal(t.T5ForConditionalGeneration(config).eval())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_rope_that_depends_on_the_total_length_is_refused(rope: dict[str, Any]) -> None:
+    assert f"RoPE of type {rope['rope_type']}" in refusal(llama(rope_parameters=rope))
+
+
+def test_a_rope_type_hidden_in_a_module_is_seen() -> None:
+    model = llama()
+    model.model.rotary_emb.rope_type = "ntk-by-tomorrow"
+    assert "ntk-by-tomorrow" in refusal(model)
+
+
+def test_shared_kv_between_layers_is_refused() -> None:
+    model = llama()
+    model.config.kv_sharing_modes = ["store", "reuse"]
+    assert "no KV of its own" in refusal(model)
+
+
+def test_latent_attention_with_unequal_keys_and_values_is_refused_with_the_numbers() -> None:
+    model = made(
+        t.DeepseekV3Config(
+            vocab_size=128,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+        )
+    )
+    assert "[1, 1, 24, 8]" in refusal(model)
+
+
+def test_attention_that_looks_ahead_is_refused_by_what_it_does() -> None:
+    config = t.BertConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    config.is_decoder = True
+    model = t.BertLMHeadModel(config).eval()
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.is_causal = False
+    model.config.is_decoder = False
+    assert "depend on what follows" in refusal(model)
+
+
+def test_training_mode_is_refused() -> None:
+    assert "model.eval()" in refusal(llama().train())
+
+
+def test_a_model_of_another_library_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="not a transformers PreTrainedModel"):
+        unwrapped(torch.nn.Linear(2, 2))
+
+
+def test_weights_that_are_not_loaded_are_refused() -> None:
+    with torch.device("meta"):
+        model = t.LlamaForCausalLM(t.LlamaConfig(**SIZES)).eval()
+    assert "is on meta" in refusal(model)
