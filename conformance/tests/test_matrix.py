@@ -57,6 +57,7 @@ def test_every_property_has_a_broken_backend_that_it_must_catch() -> None:
 @pytest.mark.parametrize("broken", CATALOGUE, ids=lambda broken: broken.backend.__name__)
 def test_a_broken_backend_fails_its_property_and_only_close_neighbours(broken: Broken) -> None:
     harness = SmallHarness(broken.backend)
+    harness.interruptions = 60
     failed = failures(run(harness, properties=[broken.fails]))
     assert broken.fails in failed
     if broken.also == ANYTHING:

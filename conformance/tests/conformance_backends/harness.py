@@ -21,7 +21,7 @@ class SmallHarness(Harness):
     threads_end_s = 0.05
     meeting_s = 0.5
     rounds = 30
-    interruptions = 60
+    interruptions = 20
     examples = 10
     crash_points = 24
     directory = (
