@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import secrets
+import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -35,13 +35,15 @@ class PinTable:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # guards all below
+        # Guards all below. Reentrant: a garbage collection may run a finalizer that unpins while this
+        # thread is inside; so each method re-reads what a call in between could have changed.
+        self._lock = threading.RLock()
         self._pins: dict[str, Pin] = {}
         self._counts: Counter[tuple[str, StorageKey]] = Counter()  # of unexpired pins, zeros removed
         self._expiries: list[tuple[float, str]] = []  # a heap; entries of ended or prolonged pins linger
         self._expired: OrderedDict[str, None] = OrderedDict()
         self._num_expired = 0
-        self._prefix = secrets.token_hex(4)  # an id from before a restart is unknown, not somebody else's
+        self._prefix = os.urandom(4).hex()  # an id from before a restart is unknown, not somebody else's
         self._sequence = itertools.count(1)
 
     def pin(
@@ -128,7 +130,8 @@ class PinTable:
             pin = self._pins.get(lookup_id)
             if pin is None or pin.expires_at != expires_at:
                 continue
-            del self._pins[lookup_id]
+            if self._pins.pop(lookup_id, None) is None:
+                continue
             self._uncount(pin)
             self._num_expired += 1
             self._expired[lookup_id] = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from lmcache_core.errors import LeaseError
-from lmcache_core.identity.keys import storage_key
+from lmcache_core.identity.keys import StorageKey, storage_key
 from lmcache_core.memory import PinTable
 
 A, B = storage_key("c-a"), storage_key("c-b")
@@ -131,6 +132,18 @@ def test_ended_and_expired_lookups_leave_nothing_that_grows(pins: PinTable, cloc
     assert not pins.pinned("cpu", A)
     assert len(pins._expired) <= 10_000
     assert not pins._counts
+
+
+def test_a_finalizer_that_unpins_inside_the_table_does_not_hang(pins: PinTable) -> None:
+    lookup_id = pins.pin([("cpu", A)], owner="engine", ttl_s=60)
+
+    def keys() -> Iterator[tuple[str, StorageKey]]:
+        assert pins.unpin(lookup_id) == 1  # runs while `pin` holds the table's lock
+        yield "cpu", B
+
+    pins.pin(keys(), owner="engine", ttl_s=60)
+    assert not pins.pinned("cpu", A)
+    assert pins.pinned("cpu", B)
 
 
 def test_threads_that_pin_and_unpin_leave_nothing_pinned(pins: PinTable) -> None:
