@@ -69,7 +69,11 @@ class CacheEngine:
         for observer in (self._statistics, *observers):
             self._events.subscribe(observer)
         self._chain: TierChain = build_chain(
-            self.config, registry or discover(), parts=(part.digest,), events=self._events
+            self.config,
+            registry or discover(),
+            parts=(part.digest,),
+            events=self._events,
+            frame_nbytes=self._header(self.model.key, None, 0, model.chunk_tokens).frame_nbytes,
         )
         self._remembered: deque[tuple[bytes, Content]] = deque(maxlen=REMEMBERED_REQUESTS)
         self._record_stored = False
@@ -193,7 +197,9 @@ class CacheEngine:
         Raises:
             LeaseError: no such lookup, or unpinned before.
         """
-        return self._chain.pins.unpin(lookup_id)
+        count = self._chain.pins.unpin(lookup_id)
+        self._chain.pool.wake()
+        return count
 
     def pin(self, request: Content | Tokens, *, owner: str = "", ttl_s: float | None = None) -> LookupResult:
         """`lookup` with `pin`: what is held of the request now, kept from eviction."""
@@ -376,8 +382,19 @@ class CacheEngine:
         count: int,
         deadline: float,
     ) -> bool:
+        frame = self._chain.allocate(self._header(key, parent, first, count), deadline)
+        if frame is None:
+            return False
+        with frame:
+            source.gather(first, count, frame.segments())
+            if not self._record_stored:
+                self._record_stored = True
+                self._store_record(deadline)
+            return self._chain.put(frame)
+
+    def _header(self, key: StorageKey, parent: StorageKey | None, first: int, count: int) -> FrameHeader:
         segment_nbytes = self.part.segment_nbytes(count)
-        header = FrameHeader(
+        return FrameHeader(
             kind=FrameKind.CHUNK,
             key=key,
             parent=parent,
@@ -387,15 +404,6 @@ class CacheEngine:
             num_tokens=count,
             segments=(Segment(segment_nbytes, segment_nbytes),) * self.part.num_layers,
         )
-        frame = self._chain.allocate(header, deadline)
-        if frame is None:
-            return False
-        with frame:
-            source.gather(first, count, frame.segments())
-            if not self._record_stored:
-                self._record_stored = True
-                self._store_record(deadline)
-            return self._chain.put(frame)
 
     def _store_record(self, deadline: float) -> None:
         """Writes the model's record: the root of its chunks, and what a miss is explained by."""

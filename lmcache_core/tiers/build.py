@@ -26,6 +26,7 @@ from lmcache_core.tiers.memory_tier import MemoryTier
 from lmcache_core.tiers.storage_tier import StorageTier, StorageTierOptions
 
 OPEN_DEADLINE_S = 30.0
+MAX_SLABS = 1024
 BackendFactory = Callable[[], Backend[Any]]
 
 
@@ -35,18 +36,23 @@ def build_chain(
     *,
     parts: Sequence[str],
     events: EventBus,
+    frame_nbytes: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TierChain:
     """Builds and opens every tier, nearest first. A store that can't be reached now leaves its tier down.
+
+    `frame_nbytes` is the size of the frames most often kept, for memory to be cut to fit.
 
     Raises:
         ConfigError: a tier that can never work as configured. What was opened is closed again.
     """
     tiers = prepare_tiers(config, registry)
     staging = int(config.memory.staging)
+    memory_bytes = sum(int(tier.config.capacity or 0) for tier in tiers if tier.resident) + staging
     pool = MemoryPool(
-        sum(int(tier.config.capacity or 0) for tier in tiers if tier.resident) + staging,
+        memory_bytes,
         reserved_bytes=staging // 2,
+        slab_nbytes=None if frame_nbytes is None else _slab_nbytes(frame_nbytes, memory_bytes),
         huge_pages=config.memory.huge_pages,
         clock=clock,
         events=events,
@@ -74,6 +80,11 @@ def build_chain(
         chain.close(clock())
         raise
     return chain
+
+
+def _slab_nbytes(frame_nbytes: int, memory_bytes: int) -> int:
+    """One frame, or as many as keep the slabs countable."""
+    return frame_nbytes * -(-memory_bytes // (MAX_SLABS * frame_nbytes))
 
 
 def _memory_tier(

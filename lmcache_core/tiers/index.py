@@ -263,16 +263,9 @@ class ResidencyIndex:
         """Hides these copies with everything that hangs on them here, deepest first; or, where one of
         all these must stay, none."""
         with self._lock:
-            path = list(dict.fromkeys(keys))
-            seen = set(path)
-            for above in path:  # grows while it is walked: breadth first
-                below = [key for key in self._children.get(above, ()) if key not in seen]
-                seen.update(below)
-                path.extend(below)
-            family = [entry for key in path if (entry := self._entries.get(key)) is not None]
+            family = self._family(keys)
             if any(self._held(entry) for entry in family):
                 return []
-            family.reverse()
             for entry in family:
                 self._take(entry, "capacity")
         self._flush()
@@ -287,18 +280,21 @@ class ResidencyIndex:
         self._flush()
         return here
 
-    def take_coldest(self, order_class: int) -> Resident | None:
+    def take_coldest(self, order_class: int) -> list[Resident]:
+        """Hides the coldest copy of a size class that can leave with its family, and that family, deepest
+        first. (Its leaf is often of another class: a tail.) Empty: none can."""
         with self._lock:
-            victim = self._coldest(order_class)
-            if victim is not None:
-                self._take(victim, "capacity")
+            family = self._coldest_family(order_class)
+            for entry in family:
+                self._take(entry, "capacity")
         self._flush()
-        return victim
+        return family
 
     def coldest_use(self, order_class: int) -> int | None:
+        """When the copy was last used that `take_coldest` would choose."""
         with self._lock:
-            victim = self._coldest(order_class)
-            return None if victim is None else victim.last_use
+            family = self._coldest_family(order_class)
+            return family[-1].last_use if family else None
 
     def set_capacity(self, capacity_bytes: int | None) -> None:
         """Changes the bound; what is above it leaves with the next reservations."""
@@ -310,10 +306,10 @@ class ResidencyIndex:
     def _held(self, entry: Resident) -> bool:
         return (entry.hold is not None and entry.hold.leased) or self._pinned(entry.key)
 
-    def _coldest(self, order_class: int | None = None) -> Resident | None:
-        classes = self._orders if order_class is None else (order_class,)
+    def _coldest(self) -> Resident | None:
+        """The coldest copy that has no children here and may leave."""
         coldest: Resident | None = None
-        for order in [self._orders[c] for c in classes if c in self._orders]:
+        for order in self._orders.values():
             for entry in order.values():
                 if coldest is not None and entry.last_use >= coldest.last_use:
                     break
@@ -321,6 +317,23 @@ class ResidencyIndex:
                     coldest = entry
                     break
         return coldest
+
+    def _coldest_family(self, order_class: int) -> list[Resident]:
+        for entry in self._orders.get(order_class, {}).values():
+            family = self._family([entry.key])
+            if not any(self._held(member) for member in family):
+                return family
+        return []
+
+    def _family(self, keys: Sequence[StorageKey]) -> list[Resident]:
+        """These copies and everything that hangs on them here, deepest first."""
+        path = list(dict.fromkeys(keys))
+        seen = set(path)
+        for above in path:  # grows while it is walked: breadth first
+            below = [key for key in self._children.get(above, ()) if key not in seen]
+            seen.update(below)
+            path.extend(below)
+        return [entry for key in reversed(path) if (entry := self._entries.get(key)) is not None]
 
     def _use(self, entry: Resident) -> None:
         self._tick += 1

@@ -104,8 +104,8 @@ class MemoryTier:
         return self.index.coldest_use(slot_nbytes)
 
     def evict_coldest(self, slot_nbytes: int) -> bool:
-        victim = self.index.take_coldest(slot_nbytes)
-        return victim is not None and self._evict(victim)
+        evicted = [self._evict(victim) for victim in self.index.take_coldest(slot_nbytes)]
+        return any(evicted)
 
     def evict(self, holds: Sequence[Hold]) -> int:
         """All of these frames with all that hangs on them, or, where one must stay, none."""
