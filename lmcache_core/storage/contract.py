@@ -297,7 +297,7 @@ class Backend(ABC, Generic[C]):
 
     @abstractmethod
     def close(self) -> None:
-        """Wakes running calls without waiting for them and lets go of everything. Idempotent, never raises."""
+        """Wakes running calls, doesn't wait for them, lets go of everything. Idempotent, never raises."""
 
     @abstractmethod
     def put_many(self, items: Sequence[Item], call: Call) -> None:
