@@ -179,8 +179,7 @@ class TierExecutor:
             return
         self.count("submitted")
         self._alarm.at(transfer.deadline)
-        if (number := self._traffic.claim_thread()) is not None:
-            self._start_thread(number)
+        self._staff()
 
     def cancel(self, job: Job) -> bool:
         """Takes `job` out of the queue and settles it FAILED; False when it isn't queued (any more)."""
@@ -278,6 +277,7 @@ class TierExecutor:
             and self._traffic.requeue(transfer)
         ):
             self.count("retries")
+            self._staff()
             return
         self._traffic.leave_slot(transfer)
         transfer.settle_held_back()
@@ -288,7 +288,11 @@ class TierExecutor:
 
     # --- the worker threads
 
-    def _start_thread(self, number: int) -> None:
+    def _staff(self) -> None:
+        """Starts one more thread if those there are can't run all that waits and may."""
+        number = self._traffic.claim_thread()
+        if number is None:
+            return
         thread = threading.Thread(target=self._work, name=f"lmcache-{self.tier}-{number}", daemon=True)
         try:
             thread.start()

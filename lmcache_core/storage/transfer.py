@@ -276,6 +276,8 @@ class Transfer:
                     self._states[index] = ItemState.ENDED
                     self._held_back.pop(index, None)
                 settled.append(index)
+            if not settled:
+                return False  # it may even be finished: holding it now would finish it again
             if abandoned and self._attempt is not None:
                 self._attempt.judged = True  # the executor tells the breaker, now
             self._holders += 1

@@ -25,7 +25,7 @@ def test_a_hung_call_ends_at_its_deadline_and_not_before() -> None:
 
 
 def test_the_alarm_settles_what_is_due_without_any_help() -> None:
-    with Scenario() as scenario:
+    with Scenario(max_in_flight=2) as scenario:
         hang = scenario.backend.get = scenario.hang()
         running = scenario.submit_into(hang, Operation.GET, 1)
         scenario.clock.now += 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from executor_scenario import FakeClock, RecordingJob
 
-from lmcache_core.storage import Operation
+from lmcache_core.storage import Operation, Outcome, Status
 from lmcache_core.storage.traffic import Traffic
 from lmcache_core.storage.transfer import Transfer
 
@@ -30,8 +30,11 @@ class Owner:
     def attempt_over(self, transfer: Any, attempt: Any) -> None:
         raise AssertionError
 
+    def __init__(self) -> None:
+        self.num_finished = 0
+
     def transfer_finished(self, transfer: Any) -> None:
-        raise AssertionError
+        self.num_finished += 1
 
 
 def transfer(*, deadline: float = 2000.0) -> Transfer:
@@ -126,3 +129,15 @@ def test_threads_are_claimed_only_as_far_as_jobs_wait_and_slots_allow(traffic: T
     assert traffic.claim_thread() is None
     assert len(traffic.unclaim_thread()) == 2
     assert traffic.stats().threads == 0
+
+
+def test_a_transfer_given_up_when_it_has_just_finished_does_not_finish_again() -> None:
+    owner = Owner()
+    job = RecordingJob(Operation.PUT, [1], deadline=2000.0)
+    one = Transfer(job, owner)
+    for _ in range(2):  # the alarm saw it while it ran, and comes too late
+        assert not one.give_up(Outcome(status=Status.FULL))
+        if not owner.num_finished:
+            one.release()
+    assert owner.num_finished == 1
+    assert job.faults == []
