@@ -14,6 +14,7 @@ from typing import Protocol
 
 import click
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -31,10 +32,13 @@ from lmcache_core.cli.demo_messages import (
     Stage,
 )
 
-RUNS = {"cold": "without the cache", "warm": "from the cache", "restart": "after SIGKILL"}
+RUNS = {"cold": "no cache", "warm": "cached", "restart": "restarted"}
+SENTENCES = {"warm": "From the cache", "restart": "In a new process, after SIGKILL"}
 LOG_LINES_SHOWN = 15
 PIPED_WIDTH = 120
-TOTAL_WEIGHT_S = 130.0
+WIDE = 100
+"""Columns from which a terminal has room for whole questions in the table."""
+TOTAL_WEIGHT_S = 105.0
 
 
 class DemoFailed(click.ClickException):
@@ -204,21 +208,22 @@ def report(console: Console, results: Results) -> None:
     """The table, and below it the sentences that say what it shows."""
     answers = results.answers
     cold_s = median(answers["cold", index].first_token_s[0] for index in range(len(QUESTIONS)))
-    table = Table(title=f"{len(QUESTIONS)} questions about a document of {results.document_tokens:,} tokens")
-    for title in ("question", "run"):
-        table.add_column(title, overflow="fold")
-    for title in ("tokens loaded", "computed"):
-        table.add_column(title, justify="right")
+    title = f"{len(QUESTIONS)} questions about a document of {results.document_tokens:,} tokens"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("question")
+    table.add_column("run", no_wrap=True)
+    for name in ("loaded", "computed"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("from", overflow="fold")
-    for title in ("first token", "speed-up"):
-        table.add_column(title, justify="right")
-    table.add_column("answer")
+    for name in ("TTFT", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("answer", no_wrap=True)
     for index, question in enumerate(QUESTIONS):
         for run, label in RUNS.items():
             answer = answers[run, index]
             first_s = median(answer.first_token_s)
             table.add_row(
-                Text(question if run == "cold" else ""),
+                Text("" if run != "cold" else question if console.width >= WIDE else f"{index + 1}."),
                 label,
                 f"{answer.num_loaded_tokens:,}",
                 f"{answer.num_computed_tokens:,}",
@@ -229,16 +234,17 @@ def report(console: Console, results: Results) -> None:
                 end_section=run == "restart",
             )
     console.print(table)
-    for index in range(len(QUESTIONS)):
-        console.print(Text(f"{index + 1}. {' '.join(answers['cold', index].text.split())}"), soft_wrap=True)
+    for index, question in enumerate(QUESTIONS):
+        words = " ".join(answers["cold", index].text.split())
+        console.print(Text(f"{index + 1}. {question} - {words}"), soft_wrap=True)
     console.print()
-    for run in ("warm", "restart"):
+    for run, sentence in SENTENCES.items():
         same = [answers[run, index] for index in range(len(QUESTIONS))]
         tiers = sorted({tier for answer in same for tier in answer.tokens_by_tier}) or ["nowhere"]
         warm_s = median(median(answer.first_token_s) for answer in same)
         console.print(
-            f"{RUNS[run]}, loaded from {', '.join(tiers)}: first token in {warm_s:.2f} s (median), "
-            f"{cold_s / warm_s:.1f} times faster than the {cold_s:.2f} s without the cache (median).",
+            f"{sentence}, from {', '.join(tiers)}: first token in {warm_s:.2f} s, "
+            f"{cold_s / warm_s:.1f} times faster than without the cache ({cold_s:.2f} s). Medians.",
             highlight=False,
             soft_wrap=True,
         )

@@ -17,7 +17,7 @@ from lmcache_core.cli.demo_messages import QUESTIONS, Answer, Document, Message,
 if TYPE_CHECKING:
     from lmcache_core.connectors.transformers import CachedGenerator
 
-COLD_S, WARM_S, LOAD_S, CONVERT_S = 15.0, 3.0, 5.0, 20.0
+COLD_S, WARM_S, LOAD_S = 15.0, 3.0, 5.0  # roughly, for the progress bar
 FLUSH_S = 60.0
 
 
@@ -32,7 +32,7 @@ def main() -> None:
 
     from lmcache_core.connectors.transformers import CachedGenerator
 
-    say(Stage("Preparing the model", CONVERT_S))
+    say(Stage("Preparing the model", LOAD_S))
     folder = demo_model.find_model(Path(plan.model) if plan.model else None, Path(plan.model_cache))
     say(Stage("Loading the model", LOAD_S))
     model, tokenizer = demo_model.load(folder)
