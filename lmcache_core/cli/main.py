@@ -12,6 +12,7 @@ _COMMANDS = {
     "config": ("lmcache_core.cli.config", "Check a config file, or print the schema for editors."),
     "demo": ("lmcache_core.cli.demo", "Answer questions with a real model, cold and from the cache."),
     "explain": ("lmcache_core.cli.explain", "Say which model field, chunk or tier makes a miss."),
+    "new-plugin": ("lmcache_core.cli.new_plugin", "Make a package for a backend of your own."),
     "plugins": ("lmcache_core.cli.plugins", "List the installed plugins and what is wrong with any."),
 }
 
