@@ -91,6 +91,8 @@ class Transfer:
         self._given_up: Outcome | None = None  # what it was given up with while preparing
         self._attempt: Attempt | None = None
         self._held_back: dict[int, Outcome] = {}
+        self._giving_up: set[int] = set()  # items whose `settled` is about to be called, or running
+        self._too_early: dict[int, Outcome] = {}  # what landed for those: told after `settled`
         self.cancelled = False
         self.retried = False
 
@@ -281,8 +283,14 @@ class Transfer:
             if abandoned and self._attempt is not None:
                 self._attempt.judged = True  # the executor tells the breaker, now
             self._holders += 1
+            self._giving_up.update(settled)
         for index in settled:
             self._report(index, outcome, None)
+            with self._lock:
+                self._giving_up.remove(index)
+                landed = self._too_early.pop(index, None)
+            if landed is not None:
+                self._land(index, landed)
         self.release()
         return abandoned
 
@@ -331,6 +339,10 @@ class Transfer:
         self._guarded(self.job.settled, index, outcome, header)
 
     def _land(self, index: int, outcome: Outcome) -> None:
+        with self._lock:
+            if index in self._giving_up:
+                self._too_early[index] = outcome
+                return
         self._owner.count("late_results")
         if self.operation.writes:
             self._guarded(self.job.landed, index, outcome)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 from executor_scenario import FRAME_NBYTES, OK, Scenario, read_frames, settle_all, wait
 
 from lmcache_core.errors import BackendUnavailable, DeadlineExceeded
-from lmcache_core.storage import BreakerState, Operation, Outcome, Status
+from lmcache_core.storage import BreakerState, Call, Item, Operation, Outcome, Status
 
 
 def test_a_hung_call_ends_at_its_deadline_and_not_before() -> None:
@@ -87,6 +88,31 @@ def test_a_put_that_fails_late_lands_as_failed() -> None:
         hang.let_go()
         wait(job.is_finished)
         assert job.landings[0].status is Status.FAILED
+
+
+def test_a_put_lands_only_after_its_timeout_was_reported() -> None:
+    with Scenario() as scenario:
+        done = threading.Event()
+
+        def put(items: Sequence[Item], call: Call) -> None:
+            settle_all()(items, call)
+            done.set()
+
+        hang = scenario.backend.put = scenario.hang(put)
+        job = scenario.submit_into(hang, Operation.PUT, 1, 2)
+
+        def settled(index: int, outcome: Outcome) -> None:
+            if index == 0:  # both land while the first of them is being reported
+                hang.let_go()
+                wait(done)
+                assert job.landings == {}
+
+        job.on_settled = settled
+        scenario.pass_time(10)
+        assert job.statuses() == [Status.TIMEOUT] * 2
+        wait(job.is_finished)
+        assert sorted(job.landings) == [0, 1]
+        assert "callback_errors" not in scenario.counters
 
 
 def test_items_settled_before_the_hang_keep_their_outcome() -> None:
