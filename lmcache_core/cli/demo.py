@@ -209,7 +209,7 @@ def report(console: Console, results: Results) -> None:
     answers = results.answers
     cold_s = median(answers["cold", index].first_token_s[0] for index in range(len(QUESTIONS)))
     title = f"{len(QUESTIONS)} questions about a document of {results.document_tokens:,} tokens"
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("question")
     table.add_column("run", no_wrap=True)
     for name in ("loaded", "computed"):

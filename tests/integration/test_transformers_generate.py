@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,15 @@ def test_a_given_engine_stays_open_and_must_be_the_models_own(model: Any) -> Non
         assert owner.generate(tokens, max_new_tokens=1)[0].prompt.num_loaded_tokens == 128
         with pytest.raises(LMCacheError, match="another model"):
             CachedGenerator(llama(seed=5), owner.engine)
+
+
+def test_threads_share_a_generator(model: Any, generator: CachedGenerator) -> None:
+    shared = prompt(300, seed=1)
+    prompts = [shared + prompt(20 + 30 * number, seed=10 + number) for number in range(4)]
+    expected = [[greedy(model, tokens, NEW)] for tokens in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda tokens: answers(generator, tokens), prompts)) == expected
 
 
 def test_a_closed_generator_says_so(model: Any) -> None:
