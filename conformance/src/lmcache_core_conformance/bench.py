@@ -15,10 +15,11 @@ from weakref import WeakKeyDictionary
 
 from lmcache_core.storage.contract import Backend, Capabilities, Resident
 from lmcache_core_conformance.driver import RecordingHost, Store
+from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.preemption import Preemption
 from lmcache_core_conformance.values import PAGE
-from lmcache_core_conformance.verdicts import NotApplicable, Violation
+from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
 
 _CAPABILITIES: WeakKeyDictionary[Harness, tuple[Capabilities, bool]] = WeakKeyDictionary()
 
@@ -34,8 +35,9 @@ class Place:
 class Bench:
     """Everything one property may use; `close` takes it all away again."""
 
-    def __init__(self, harness: Harness) -> None:
+    def __init__(self, harness: Harness, on_figure: Callable[[Figure], None] = lambda figure: None) -> None:
         self.harness = harness
+        self._on_figure = on_figure
         self.directory = Path(tempfile.mkdtemp(prefix="conformance-", dir=harness.directory))
         self._stores: list[Store] = []
         self._num_places = 0
@@ -133,6 +135,15 @@ class Bench:
         store.after_call = None
         if errors:
             raise errors[0]
+
+    def report(self, figure: Figure) -> None:
+        """Hands on a figure.
+
+        Raises:
+            Violation: it is below its floor, and the harness enforces floors.
+        """
+        self._on_figure(figure)
+        check(not (self.harness.enforce_performance and figure.below_floor), str(figure))
 
     def close(self) -> None:
         """Closes every store, last first, and removes the directory; raises the first error at the end."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from lmcache_core.config import parse_options
 from lmcache_core.storage.contract import Backend
+from lmcache_core_conformance.baselines import RawDriver
 from lmcache_core_conformance.verdicts import Unproven
 
 MIB = 1 << 20
@@ -61,6 +62,10 @@ class Harness(ABC):
     """Random sequences that are compared with a model."""
     crash_points: int = 24
     """Points at which a process is killed, for each operation; all of them where there are fewer."""
+    measurements: int = 11
+    """Rounds in which a figure and its baseline are timed in turn."""
+    enforce_performance: bool = False
+    """Whether a figure below its floor fails the performance group, which is reported in any case."""
     directory: Path | None = None
     """Where temporary directories are made, such as a mount to certify; None: the system's."""
 
@@ -94,6 +99,14 @@ class Harness(ABC):
         if self.backend_medium(tmp) != "file":
             raise Unproven("harness hook `medium_objects` is missing")
         return len(_files(tmp))
+
+    def raw_driver(self, tmp: Path) -> RawDriver:
+        """The bare driver of the medium, which the backend's speed is compared with.
+
+        Without it a memory backend is compared with a plain copy, a file backend with a loop of direct
+        I/O in `tmp`.
+        """
+        raise Unproven("harness hook `raw_driver` is missing")
 
     def backend_medium(self, tmp: Path) -> str:
         """The declared medium of the backend."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.properties import Group, Property
 from lmcache_core_conformance.suite import GROUPS, PROPERTIES, execute
@@ -14,12 +15,13 @@ from lmcache_core_conformance.verdicts import NotApplicable, Unproven, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one property said. `reason` is empty when it passed."""
+    """What one property said. `reason` is empty when it passed; `figures` is what it measured."""
 
     prop: Property
     verdict: Verdict
     reason: str
     seconds: float
+    figures: tuple[Figure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +74,20 @@ def _run_one(harness: Harness, prop: Property) -> Result:
     group: type[Group] = next(group for group in GROUPS if group.group == prop.group)
     deviation = next((d for d in harness.deviations if d.property_name == prop.name), None)
     started = time.monotonic()
-    verdict, reason = _verdict(group(), prop, harness)
+    figures: list[Figure] = []
+    verdict, reason = _verdict(group(), prop, harness, figures.append)
     if deviation is not None and verdict is Verdict.FAILED:
         verdict, reason = Verdict.DEVIATION, deviation.reason
     elif deviation is not None and verdict is Verdict.PASSED:
         verdict, reason = Verdict.FAILED, f"passes, but is listed as a deviation: {deviation.reason}"
-    return Result(prop, verdict, reason, time.monotonic() - started)
+    return Result(prop, verdict, reason, time.monotonic() - started, tuple(figures))
 
 
-def _verdict(instance: Group, prop: Property, harness: Harness) -> tuple[Verdict, str]:
+def _verdict(
+    instance: Group, prop: Property, harness: Harness, on_figure: Callable[[Figure], None]
+) -> tuple[Verdict, str]:
     try:
-        execute(instance, prop, harness)
+        execute(instance, prop, harness, on_figure)
     except NotApplicable as reason:
         return Verdict.NOT_APPLICABLE, str(reason)
     except Unproven as reason:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from lmcache_core_conformance.bench import Bench, bounded
+from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.groups.batching import Batching
 from lmcache_core_conformance.groups.capacity import Capacity
 from lmcache_core_conformance.groups.concurrency import Concurrency
@@ -13,6 +15,7 @@ from lmcache_core_conformance.groups.destination import Destination
 from lmcache_core_conformance.groups.honesty import Honesty
 from lmcache_core_conformance.groups.lifecycle import Lifecycle
 from lmcache_core_conformance.groups.ownership import Ownership
+from lmcache_core_conformance.groups.performance import Performance
 from lmcache_core_conformance.groups.resident import Residents
 from lmcache_core_conformance.groups.round_trip import RoundTrip
 from lmcache_core_conformance.groups.sizes import Sizes
@@ -31,6 +34,7 @@ GROUPS: tuple[type[Group], ...] = (
     Residents,
     Capacity,
     Crash,
+    Performance,
 )
 PROPERTIES: tuple[Property, ...] = tuple(prop for group in GROUPS for prop in properties_of(group))
 
@@ -47,6 +51,7 @@ class BackendConformance(
     Residents,
     Capacity,
     Crash,
+    Performance,
 ):
     """Certifies one backend: subclass it in a test module as `Test…` with a `harness`.
 
@@ -101,8 +106,13 @@ def find(name: str) -> Property | None:
     return next((prop for prop in PROPERTIES if prop.name == name), None)
 
 
-def execute(instance: Group, prop: Property, harness: Harness) -> None:
-    """Runs one property on a bench of its own, bounded in time.
+def execute(
+    instance: Group,
+    prop: Property,
+    harness: Harness,
+    on_figure: Callable[[Figure], None] = lambda figure: None,
+) -> None:
+    """Runs one property on a bench of its own, bounded in time. `on_figure` gets what it measured.
 
     Raises:
         Violation: the property does not hold.
@@ -112,7 +122,7 @@ def execute(instance: Group, prop: Property, harness: Harness) -> None:
     """
 
     def work() -> None:
-        instance.bench = bench = Bench(harness)
+        instance.bench = bench = Bench(harness, on_figure)
         try:
             for capability in prop.needs:
                 bench.require(capability)

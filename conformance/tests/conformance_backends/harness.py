@@ -24,6 +24,7 @@ class SmallHarness(Harness):
     interruptions = 20
     examples = 10
     crash_points = 24
+    measurements = 2
     directory = (
         Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     )  # making directories there costs little
