@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lmcache_core.config import CacheConfig, TierConfig
+from lmcache_core.config import ByteSize, CacheConfig, TierConfig
 from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.events import EventBus
 from lmcache_core.identity.keys import StorageKey
@@ -47,6 +47,8 @@ def build_chain(
         ConfigError: a tier that can never work as configured. What was opened is closed again.
     """
     tiers = prepare_tiers(config, registry)
+    if frame_nbytes is not None:
+        _check_frame_fits(config, frame_nbytes)
     staging = int(config.memory.staging)
     memory_bytes = sum(int(tier.config.capacity or 0) for tier in tiers if tier.resident) + staging
     pool = MemoryPool(
@@ -80,6 +82,22 @@ def build_chain(
         chain.close(clock())
         raise
     return chain
+
+
+def _check_frame_fits(config: CacheConfig, frame_nbytes: int) -> None:
+    """A bound below one frame (one for loads and one for stores in memory) would refuse everything."""
+    bounds = [("memory.staging", config.memory.staging, 2 * frame_nbytes)]
+    for position, tier in enumerate(config.tiers):
+        bounds.append((f"tiers[{position}].in_flight_bytes", tier.in_flight_bytes, frame_nbytes))
+        if tier.capacity is not None:
+            bounds.append((f"tiers[{position}].capacity", tier.capacity, frame_nbytes))
+    for where, value, least in bounds:
+        if value < least:
+            raise ConfigError(
+                f"{where}: {value} is too little: a chunk of {config.chunk_tokens} tokens of this model is a "
+                f"frame of {frame_nbytes:,} bytes; set at least {ByteSize(-(-least // 2**20) * 2**20)}, or "
+                "a smaller chunk_tokens"
+            )
 
 
 def _slab_nbytes(frame_nbytes: int, memory_bytes: int) -> int:
@@ -159,6 +177,7 @@ def _storage_tier(
         capacity_bytes=config.capacity,
         deadline_s=config.deadline,
         max_queued=config.queue,
+        in_flight_bytes=config.in_flight_bytes,
         allocate_deadline_s=cache.allocate_deadline,
     )
     return StorageTier(options, open_tier, pool=chain.pool, pins=chain.pins, emit=events.emit, clock=clock)

@@ -217,6 +217,8 @@ class StatJob(Job):
         self.num_items = len(keys)
         self.outcomes: list[Outcome | None] = [None] * len(keys)
         self._keys = keys
+        self._open = len(keys)
+        self._lock = threading.Lock()  # guards _open
         self._finished = threading.Event()
 
     def prepare(self) -> Sequence[StorageKey]:
@@ -224,7 +226,10 @@ class StatJob(Job):
 
     def settled(self, index: int, outcome: Outcome, header: FrameHeader | None) -> None:
         self.outcomes[index] = outcome
-        if all(outcome is not None for outcome in self.outcomes):
+        with self._lock:
+            self._open -= 1
+            over = not self._open
+        if over:
             self._finished.set()
 
     def landed(self, index: int, outcome: Outcome) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache_core.errors import BackendError, BackendUnavailable, ConfigError, PermissionDenied
+from lmcache_core.errors import BackendError, BackendUnavailable, ConfigError, LMCacheError, PermissionDenied
 from lmcache_core.events import Event, FrameRejected, TierDown, TierUp
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool, PinTable
@@ -18,10 +18,11 @@ from lmcache_core.storage import Capabilities, Job, Outcome, Priority, Status, T
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.index import ResidencyIndex, Resident
 from lmcache_core.tiers.jobs import DeleteJob, LoadJob, StatJob, is_corrupt, why
-from lmcache_core.tiers.writes import BATCH_NBYTES, WriteQueue
+from lmcache_core.tiers.writes import WriteQueue
 
 log = logging.getLogger(__name__)
 
+BATCH_NBYTES = 16 << 20
 HINT_TTL_S = 5.0
 GRACE_S = 1.0
 """How long past a deadline the executor may take to say so before a waiter gives up on it."""
@@ -49,6 +50,7 @@ class StorageTierOptions:
     capacity_bytes: int | None
     deadline_s: float
     max_queued: int
+    in_flight_bytes: int
     allocate_deadline_s: float
 
 
@@ -75,6 +77,7 @@ class StorageTier:
         self.name = options.name
         self.deadline_s = options.deadline_s
         self.max_queued = options.max_queued
+        self.batch_nbytes = min(BATCH_NBYTES, options.in_flight_bytes)
         self.index = ResidencyIndex(
             options.name, None, pinned=lambda key: pins.pinned(options.name, key), emit=emit
         )
@@ -112,6 +115,7 @@ class StorageTier:
 
         Raises:
             ConfigError: the configuration or its rights can't work; says what to change.
+            PluginError: the backend offers more than it declared.
         """
         executor = self._open_tier(self._lost, self.index.forget_all)
         try:
@@ -127,7 +131,7 @@ class StorageTier:
             executor.close(self._clock())
             self._went_down(error)
             return
-        except ConfigError:
+        except LMCacheError:  # the configuration, or a plugin that breaks the contract
             executor.close(self._clock())
             raise
         self.capabilities = capabilities
@@ -234,7 +238,7 @@ class StorageTier:
                 self._not_loaded(copy, outcome)
             arrived(copy.key, frame, "" if frame is not None else why(outcome))
 
-        for batch in _batches(copies, self.max_batch):
+        for batch in _batches(copies, self.max_batch, self.batch_nbytes):
             self.submit(
                 LoadJob(
                     self._pool,
@@ -366,18 +370,18 @@ class StorageTier:
     def _reopen(self) -> None:
         try:
             self.open(self._clock() + self.deadline_s)
-        except ConfigError as error:
+        except LMCacheError as error:
             self._went_down(BackendUnavailable(str(error), backend=self.name))
         finally:
             with self._lock:
                 self._opening = False
 
 
-def _batches(copies: Sequence[Resident], max_batch: int) -> list[list[Resident]]:
+def _batches(copies: Sequence[Resident], max_batch: int, batch_nbytes: int) -> list[list[Resident]]:
     batches: list[list[Resident]] = []
     nbytes = 0
     for copy in copies:
-        if not batches or len(batches[-1]) >= max_batch or nbytes + copy.nbytes > BATCH_NBYTES:
+        if not batches or len(batches[-1]) >= max_batch or nbytes + copy.nbytes > batch_nbytes:
             batches.append([])
             nbytes = 0
         batches[-1].append(copy)

@@ -15,7 +15,6 @@ from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.index import ResidencyIndex, Resident
 from lmcache_core.tiers.jobs import DeleteJob, StoreJob, Write, why
 
-BATCH_NBYTES = 16 << 20
 RECOVER_CAPACITY_S = 60.0
 
 
@@ -24,6 +23,8 @@ class WriteTarget(Protocol):
 
     name: str
     index: ResidencyIndex
+    batch_nbytes: int
+    """Bytes in one batch, at most, unless one write alone is larger."""
 
     @property
     def usable(self) -> bool: ...
@@ -166,7 +167,7 @@ class WriteQueue:
         nbytes = 0
         while self._waiting and len(writes) < self._target.max_batch:
             write = self._waiting[0]
-            if writes and nbytes + write.nbytes > BATCH_NBYTES:
+            if writes and nbytes + write.nbytes > self._target.batch_nbytes:
                 break
             self._waiting.popleft()
             if not write.cancelled:

@@ -344,3 +344,18 @@ def test_two_memory_tiers_and_a_tier_without_bound_are_refused(tmp_path: Path) -
         engine_of(config_of(cpu(), cpu(name="cpu2")))
     with pytest.raises(ConfigError, match=r"tiers\[0\].capacity"):
         engine_of(config_of(cpu(capacity=None)))
+
+
+@pytest.mark.parametrize(
+    ("where", "config"),
+    [
+        ("memory.staging", config_of(cpu(), memory={"staging": "20KiB", "huge_pages": False})),
+        (r"tiers\[0\].capacity", config_of(cpu(capacity="8KiB"))),
+        (r"tiers\[0\].in_flight_bytes", config_of(cpu(in_flight_bytes="8KiB"))),
+    ],
+)
+def test_a_bound_that_holds_no_frame_of_this_model_is_a_config_error(
+    where: str, config: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{where}.*set at least 1MiB"):
+        engine_of(config)
