@@ -207,9 +207,13 @@ class Capabilities:
     medium: str = "network"
     """`memory`, `file` or `network`."""
     delete: bool = False
+    """`delete_many` removes values."""
     scan: bool = False
+    """`scan` lists what is stored."""
     ranged: bool = False
+    """`get_many` takes items that aren't whole."""
     range_min: int = ALIGNMENT
+    """The least number of bytes that a range may have."""
     persistent: bool = False
     """Values outlive the process."""
     shared: bool = False
@@ -217,12 +221,17 @@ class Capabilities:
     self_evicting: bool = False
     """The store drops values by itself."""
     authenticated: bool = False
+    """The store checks credentials."""
     pin: bool = False
+    """`pin_many` keeps values from the store's own eviction."""
     asynchronous: bool = False
     """Methods may return before every item is settled."""
     devices: frozenset[str] = frozenset({"cpu"})
+    """Where views may lie."""
     max_value_bytes: int | None = None
+    """The longest value; None: any length."""
     max_batch: int | None = None
+    """Items in one call, at most; None: any number."""
     max_in_flight: int = 1
     """Calls the backend takes at once, abandoned ones included."""
     stat_cost_s: float = 0.0
