@@ -72,12 +72,26 @@ class TierUp(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierFailed(Event):
+    """One item of an operation (`get`, `put`, `stat`, `delete`) failed or timed out in a tier."""
+
+    tier: str
+    operation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreShed(Event):
-    """A chunk was not written to a tier. `reason`: pool full, queue full, evicted, breaker, failed, …"""
+    """A chunk was not written to a tier.
+
+    `reason`: tier down, queue full, evicted, no room, no memory, deadline, full, failed, cleared, closing.
+    `detail` says more where there is more to say.
+    """
 
     tier: str
     key: str
     reason: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

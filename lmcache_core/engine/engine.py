@@ -243,7 +243,7 @@ class CacheEngine:
         marks = bytearray(content.num_tokens)
         by_tier: dict[str, int] = {}
         loaded = nbytes = 0
-        stream = self._chain.stream(plan.keys, plan.runs)
+        stream = self._chain.stream(plan.keys, plan.runs, plan.deadlines)
         try:
             for position, (frame, tier) in enumerate(stream):
                 with frame:
@@ -281,15 +281,8 @@ class CacheEngine:
 
         Without a memory tier there is nowhere to bring it: nothing is done.
         """
-        plan = plan_hit(
-            self._chain,
-            self._content(request),
-            self.part,
-            tiers=self._tiers(search_range),
-            limit=limit,
-            tails=self.config.tails,
-        )
-        return Prefetch(plan, self._bring_near(plan))
+        content, tiers = self._content(request), self._tiers(search_range)
+        return Prefetch(self._bring_near(content, tiers, limit))
 
     def clear(
         self, request: Content | Tokens | None = None, *, search_range: Sequence[str] | None = None
@@ -435,11 +428,14 @@ class CacheEngine:
             and all(segment.raw_nbytes == segment_nbytes for segment in header.segments)
         )
 
-    def _bring_near(self, plan: Plan) -> Generator[int, None, None]:
-        """Loads the frames of `plan` into the memory tier, whatever the tiers promote by themselves."""
+    def _bring_near(
+        self, content: Content, tiers: Sequence[Tier], limit: int | None
+    ) -> Generator[int, None, None]:
+        """Loads frames into the memory tier, whatever the tiers promote by themselves; yields tokens."""
         if not self._chain.has_memory_tier:
             return
-        stream = self._chain.stream(plan.keys, plan.runs, Priority.PREFETCH)
+        plan = plan_hit(self._chain, content, self.part, tiers=tiers, limit=limit, tails=self.config.tails)
+        stream = self._chain.stream(plan.keys, plan.runs, plan.deadlines, Priority.PREFETCH)
         try:
             for position, (frame, _) in enumerate(stream):
                 with frame:

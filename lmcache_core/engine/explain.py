@@ -101,7 +101,7 @@ def explain(
             )
             for tier in chain.tiers
         )
-        parts = sorted({key.split("-")[1] for tier in chain.tiers for key in tier.index.keys("c-")})
+        parts = sorted({key.split("-")[1] for key in _stored_keys(chain, "c-")})
         records = {record.digest: record for record in _records(chain)}
         if model is not None:
             records.setdefault(model.digest, model)
@@ -129,11 +129,16 @@ class _DownReasons:
             self.reasons[event.tier] = event.reason
 
 
+def _stored_keys(chain: TierChain, prefix: str) -> set[StorageKey]:
+    deadlines = chain.deadlines()
+    return {key for tier in chain.tiers for key in tier.list_keys(prefix, deadlines.of(tier))}
+
+
 def _records(chain: TierChain) -> list[ModelRecord]:
-    keys = sorted({key for tier in chain.tiers for key in tier.index.keys("n-")})
     records = []
-    for key in keys:
-        for frame, _ in chain.stream([key], chain.locate([key])):
+    for key in sorted(_stored_keys(chain, "n-")):
+        deadlines = chain.deadlines()
+        for frame, _ in chain.stream([key], chain.locate([key], chain.tiers, deadlines), deadlines):
             with frame:
                 if frame.header.kind is FrameKind.RECORD:
                     records.append(ModelRecord.from_json(bytes(frame.segments()[0])))
@@ -173,26 +178,27 @@ def _look_up(
 
 def _pieces(chain: TierChain, content: Content, part: str) -> list[PieceFinding]:
     """The whole chunks, then the longest tail after the last chunk found in a row, if any is held."""
+    holders = _holders(chain, [chunk_key(part, digest) for digest in content.hashes])
     pieces = [
-        PieceFinding(
-            first_token=content.chunk(i)[0],
-            num_tokens=content.chunk(i)[1],
-            tiers=_holders(chain, chunk_key(part, digest)),
-        )
-        for i, digest in enumerate(content.hashes)
+        PieceFinding(first_token=content.chunk(i)[0], num_tokens=content.chunk(i)[1], tiers=tiers)
+        for i, tiers in enumerate(holders)
     ]
     in_a_row = next((i for i, piece in enumerate(pieces) if not piece.tiers), len(pieces))
     first = in_a_row * content.model.chunk_tokens
-    for count, digest in content.tail_hashes_after(in_a_row):
-        holders = _holders(chain, chunk_key(part, digest))
-        if holders:
-            pieces.insert(in_a_row, PieceFinding(first_token=first, num_tokens=count, tiers=holders))
+    tails = content.tail_hashes_after(in_a_row)
+    for (count, _), tiers in zip(
+        tails, _holders(chain, [chunk_key(part, digest) for _, digest in tails]), strict=True
+    ):
+        if tiers:
+            pieces.insert(in_a_row, PieceFinding(first_token=first, num_tokens=count, tiers=tiers))
             break
     return pieces
 
 
-def _holders(chain: TierChain, key: StorageKey) -> tuple[str, ...]:
-    return tuple(run.tier.name for tier in chain.tiers for run in chain.locate([key], (tier,)))
+def _holders(chain: TierChain, keys: Sequence[StorageKey]) -> list[tuple[str, ...]]:
+    deadlines = chain.deadlines()
+    held = {tier.name: tier.held(keys, deadlines.of(tier)) for tier in chain.tiers}
+    return [tuple(name for name, flags in held.items() if flags[i]) for i in range(len(keys))]
 
 
 def _verdict(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_core.identity import Content, Part, StorageKey, chunk_key
-from lmcache_core.tiers import Run, Tier, TierChain
+from lmcache_core.tiers import Deadlines, Run, Tier, TierChain
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,8 @@ class Plan:
 
     keys: Sequence[StorageKey]
     runs: Sequence[Run]
+    deadlines: Deadlines
+    """The request's time, part of which the plan has used."""
     start: int
     chunk_tokens: int
     tail: tuple[int, int] | None
@@ -33,8 +35,9 @@ class Plan:
         """The plan for the whole chunks named by `hashes`."""
         wanted = hashes if limit is None else hashes[: max(limit, 0) // chunk_tokens]
         keys = [chunk_key(part.digest, digest) for digest in wanted]
-        runs = chain.locate(keys, tiers)
-        return cls(keys[: runs[-1].stop] if runs else [], runs, 0, chunk_tokens, None)
+        deadlines = chain.deadlines()
+        runs = chain.locate(keys, tiers, deadlines)
+        return cls(keys[: runs[-1].stop] if runs else [], runs, deadlines, 0, chunk_tokens, None)
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +81,8 @@ def plan_hit(
     most = content.num_tokens if limit is None else max(min(limit, content.num_tokens), 0)
     keys = content.keys(part)[: most // chunk_tokens]
     start = min(start_chunk, len(keys))
-    runs = chain.locate(keys, tiers, start)
+    deadlines = chain.deadlines()
+    runs = chain.locate(keys, tiers, deadlines, start)
     keys = keys[: runs[-1].stop if runs else start]
     tail = None
     if tails and len(keys) >= start_chunk:
@@ -87,10 +91,10 @@ def plan_hit(
             for tail in content.tails_after(part, len(keys))
             if tail.first_token + tail.num_tokens <= most
         ]
-        run = chain.find_first([tail.key for tail in named], tiers)
+        run = chain.find_first([tail.key for tail in named], tiers, deadlines)
         if run is not None:
             found = named[run.start]
             tail = (found.first_token, found.num_tokens)
             keys.append(found.key)
             runs.append(Run(run.tier, len(keys) - 1, len(keys)))
-    return Plan(keys, runs, start, chunk_tokens, tail)
+    return Plan(keys, runs, deadlines, start, chunk_tokens, tail)

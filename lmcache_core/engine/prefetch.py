@@ -5,20 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 
-from lmcache_core.engine.plan import Plan
-
 
 class Prefetch:
-    """Brings a prefix into the memory tiers on a thread of its own; ends by itself.
+    """Brings a prefix into the memory tier on a thread of its own; ends by itself.
 
-    `num_planned_tokens` is what it set out for. What has arrived is found by the next lookup. Each tier
-    costs at most its deadline.
+    What has arrived is found by the next lookup. Each tier costs at most its deadline.
     """
 
-    def __init__(self, plan: Plan, frames: Generator[int, None, None]) -> None:
-        self.num_planned_tokens = plan.num_tokens
-        self._frames = frames
-        self._arrived = plan.start * plan.chunk_tokens
+    def __init__(self, arrivals: Generator[int, None, None]) -> None:
+        self._arrivals = arrivals
+        self._num_tokens = 0
         self._cancelled = False
         self._thread = threading.Thread(target=self._run, name="lmcache prefetch", daemon=True)
         self._thread.start()
@@ -30,7 +26,7 @@ class Prefetch:
     def wait(self, timeout_s: float | None = None) -> int:
         """Waits for the end; returns the tokens that are in memory so far."""
         self._thread.join(timeout_s)
-        return self._arrived
+        return self._num_tokens
 
     def cancel(self) -> None:
         """Stops after the frame that is arriving."""
@@ -38,9 +34,9 @@ class Prefetch:
 
     def _run(self) -> None:
         try:
-            for num_tokens in self._frames:
-                self._arrived += num_tokens
+            for num_tokens in self._arrivals:
+                self._num_tokens += num_tokens
                 if self._cancelled:
                     return
         finally:
-            self._frames.close()
+            self._arrivals.close()

@@ -72,6 +72,8 @@ class TierStats:
     capacity_bytes: int | None
     waiting_writes: int
     counters: Mapping[str, int]
+    last_error: str
+    """What went wrong last, if anything did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ class EngineStats:
             )
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = ["  ".join([*map(str.ljust, row[:6], widths), row[6]]).rstrip() for row in rows]
+        lines += [f"{tier.name}: last error: {tier.last_error}" for tier in self.tiers if tier.last_error]
         memory = self.memory
         lines.append(
             f"memory: {memory.used_bytes / 2**20:.1f} of {memory.capacity_bytes / 2**20:.1f} MiB used, "

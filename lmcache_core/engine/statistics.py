@@ -15,6 +15,7 @@ from lmcache_core.events import (
     Retrieved,
     StoreShed,
     TierDown,
+    TierFailed,
 )
 from lmcache_core.tiers import MemoryTier, StorageTier
 
@@ -23,8 +24,9 @@ class Statistics:
     """An observer that keeps one counter per tier and kind of event."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the counters
+        self._lock = threading.Lock()  # guards both
         self._by_tier: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._last_error: dict[str, str] = {}
 
     def on_event(self, event: Event) -> None:
         with self._lock:
@@ -36,11 +38,15 @@ class Statistics:
                 case FrameRejected():
                     self._by_tier[event.tier]["rejected"] += 1
                 case StoreShed():
-                    self._by_tier[event.tier][f"shed: {event.reason.split(':')[0]}"] += 1
+                    self._by_tier[event.tier][f"shed: {event.reason}"] += 1
+                case TierFailed():
+                    self._by_tier[event.tier][f"failed: {event.operation}"] += 1
+                    self._last_error[event.tier] = event.reason
                 case BreakerChanged() if event.state == "open":
                     self._by_tier[event.tier][f"{event.operation} breaker opened"] += 1
                 case TierDown():
                     self._by_tier[event.tier]["down"] += 1
+                    self._last_error[event.tier] = event.reason
                 case Retrieved():
                     for tier, num_tokens in event.tokens_by_tier:
                         self._by_tier[tier]["tokens loaded"] += num_tokens
@@ -49,6 +55,7 @@ class Statistics:
         index = tier.index.stats()
         with self._lock:
             counters = dict(self._by_tier[tier.name])
+            last_error = self._last_error.get(tier.name, "")
         return TierStats(
             name=tier.name,
             state="up" if not isinstance(tier, StorageTier) or tier.usable else "down",
@@ -57,4 +64,5 @@ class Statistics:
             capacity_bytes=index.capacity_bytes,
             waiting_writes=tier.writes.depth() if isinstance(tier, StorageTier) else 0,
             counters=counters,
+            last_error=last_error,
         )

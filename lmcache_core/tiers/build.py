@@ -25,7 +25,6 @@ from lmcache_core.tiers.chain import Policy, TierChain
 from lmcache_core.tiers.memory_tier import MemoryTier
 from lmcache_core.tiers.storage_tier import StorageTier, StorageTierOptions
 
-OPEN_DEADLINE_S = 30.0
 MAX_SLABS = 1024
 BackendFactory = Callable[[], Backend[Any]]
 
@@ -39,7 +38,9 @@ def build_chain(
     frame_nbytes: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TierChain:
-    """Builds and opens every tier, nearest first. A store that can't be reached now leaves its tier down.
+    """Builds and opens every tier, nearest first, each for as long as its deadline.
+
+    A store that can't be reached now, or takes longer, leaves its tier down until it can.
 
     `frame_nbytes` is the size of the frames most often kept, for memory to be cut to fit.
 
@@ -75,7 +76,7 @@ def build_chain(
                         tier, prepared.make, config, chain, parts, verifier, events, clock
                     )
                     chain.add(storage_tier, policy)
-                    storage_tier.open(clock() + OPEN_DEADLINE_S)
+                    storage_tier.start()
             except ConfigError as error:
                 raise ConfigError(f"{prepared.where}: {error}") from error
     except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_core.errors import PoolFull
@@ -44,11 +44,27 @@ class Run:
     stop: int
 
 
+class Deadlines:
+    """When one request gives up on each tier, however often it turns to it. For one thread."""
+
+    def __init__(self, policies: Mapping[str, Policy], clock: Callable[[], float]) -> None:
+        self._policies = policies
+        self._clock = clock
+        self._until: dict[str, float] = {}
+
+    def of(self, tier: Tier) -> float:
+        """Absolute clock seconds."""
+        until = self._until.get(tier.name)
+        if until is None:
+            until = self._until[tier.name] = self._clock() + self._policies[tier.name].deadline_s
+        return until
+
+
 class TierChain:
     """All tiers of one process, nearest first, over one pool.
 
     Between tiers there is no invariant: a frame may be in any of them. No method raises for what a tier
-    does; `deadline`s are absolute `clock()` seconds.
+    does. A request makes its `deadlines` once, and no tier costs it more than that.
     """
 
     def __init__(
@@ -86,23 +102,25 @@ class TierChain:
 
     # -- where is it -----------------------------------------------------------------------------
 
-    def locate(
-        self, keys: Sequence[StorageKey], tiers: Sequence[Tier] | None = None, start: int = 0
-    ) -> list[Run]:
-        """The runs that together cover the longest prefix of `keys[start:]` held by the union of tiers.
+    def deadlines(self) -> Deadlines:
+        """One request's time: each tier's deadline runs from when the request first needs it."""
+        return Deadlines(self.policies, self._clock)
 
-        A tier that has to be asked costs at most its deadline.
-        """
-        among = self.tiers if tiers is None else tiers
+    def locate(
+        self,
+        keys: Sequence[StorageKey],
+        tiers: Sequence[Tier],
+        deadlines: Deadlines,
+        start: int = 0,
+    ) -> list[Run]:
+        """The runs that together cover the longest prefix of `keys[start:]` held by the union of tiers."""
         runs: list[Run] = []
         position = start
-        deadlines: dict[str, float] = {}
         while position < len(keys):
-            for rank, tier in enumerate(among):
-                until = deadlines.setdefault(tier.name, self._clock() + self.policies[tier.name].deadline_s)
-                length = tier.prefix_length(keys, position, until)
+            for rank, tier in enumerate(tiers):
+                length = tier.prefix_length(keys, position, deadlines.of(tier))
                 if length:
-                    stop = _stop_where_nearer(keys, position, position + length, among[:rank])
+                    stop = _stop_where_nearer(keys, position, position + length, tiers[:rank])
                     runs.append(Run(tier, position, stop))
                     position = stop
                     break
@@ -110,28 +128,37 @@ class TierChain:
                 break
         return runs
 
-    def find_first(self, keys: Sequence[StorageKey], tiers: Sequence[Tier] | None = None) -> Run | None:
-        """The first of `keys`, in their order, that any tier holds."""
-        for position, key in enumerate(keys):
-            for tier in self.tiers if tiers is None else tiers:
-                until = self._clock() + self.policies[tier.name].deadline_s
-                if tier.prefix_length((key,), 0, until):
-                    return Run(tier, position, position + 1)
-        return None
+    def find_first(
+        self, keys: Sequence[StorageKey], tiers: Sequence[Tier], deadlines: Deadlines
+    ) -> Run | None:
+        """The first of `keys`, in their order, that any tier holds. One question a tier."""
+        found: Run | None = None
+        for tier in tiers:
+            wanted = keys if found is None else keys[: found.start]
+            if not wanted:
+                break
+            held = tier.held(wanted, deadlines.of(tier))
+            if True in held:
+                position = held.index(True)
+                found = Run(tier, position, position + 1)
+        return found
 
     # -- loading ---------------------------------------------------------------------------------
 
     def stream(
-        self, keys: Sequence[StorageKey], runs: Sequence[Run], priority: Priority = Priority.LOAD
+        self,
+        keys: Sequence[StorageKey],
+        runs: Sequence[Run],
+        deadlines: Deadlines,
+        priority: Priority = Priority.LOAD,
     ) -> Generator[tuple[Frame, str], None, None]:
         """Yields the frames of `runs` in order with the tier each came from; ends at the first that fails.
 
-        The caller releases each frame. Reads run ahead by at most the load window, and each tier has
-        its deadline, counted from the first frame wanted of it. Closing the generator gives up the rest.
+        The caller releases each frame. Reads run ahead by at most the load window. Closing the generator
+        gives up the rest.
         """
         steps = deque((run.tier, keys[i]) for run in runs for i in range(run.start, run.stop))
         pending: deque[tuple[Tier, StorageKey, Ticket | None]] = deque()
-        deadlines: dict[str, float] = {}
         in_flight = 0
         self.touch(keys[: runs[-1].stop] if runs else ())
         try:
@@ -147,18 +174,15 @@ class TierChain:
                         copy = tier.index.get(key)
                         in_flight += copy.nbytes if copy is not None else 0
                         batch.append(key)
-                    until = deadlines.setdefault(
-                        tier.name, self._clock() + self.policies[tier.name].deadline_s
-                    )
-                    tickets = self.fetch(tier, batch, priority, until)
+                    tickets = self.fetch(tier, batch, priority, deadlines.of(tier))
                     pending.extend((tier, ticket.key, ticket) for ticket in tickets)
                 tier, key, ticket = pending.popleft()
                 if ticket is None:
                     frame = tier.borrow(key, "load") if isinstance(tier, MemoryTier) else None
                 else:
-                    frame = ticket.result(deadlines[tier.name] - self._clock() + GRACE_S)
+                    frame = ticket.result(deadlines.of(tier) - self._clock() + GRACE_S)
                 if frame is None:
-                    frame, tier = self._from_elsewhere(key, tier, priority)
+                    frame, tier = self._from_elsewhere(key, tier, priority, deadlines)
                 if frame is None:
                     return
                 if ticket is not None:
@@ -180,14 +204,15 @@ class TierChain:
             )
         return tickets
 
-    def _from_elsewhere(self, key: StorageKey, failed: Tier, priority: Priority) -> tuple[Frame | None, Tier]:
+    def _from_elsewhere(
+        self, key: StorageKey, failed: Tier, priority: Priority, deadlines: Deadlines
+    ) -> tuple[Frame | None, Tier]:
         """A second chance in the tiers beyond the one that failed."""
         for tier in self.tiers[self.tiers.index(failed) + 1 :]:
             if not isinstance(tier, StorageTier) or not tier.contains(key):
                 continue
-            until = self._clock() + self.policies[tier.name].deadline_s
-            (ticket,) = self.fetch(tier, [key], priority, until)
-            frame = ticket.result(until - self._clock() + GRACE_S)
+            (ticket,) = self.fetch(tier, [key], priority, deadlines.of(tier))
+            frame = ticket.result(deadlines.of(tier) - self._clock() + GRACE_S)
             if frame is not None:
                 return frame, tier
         return None, failed
@@ -241,7 +266,7 @@ class TierChain:
         try:
             lease = self.pool.allocate(header.frame_nbytes, owner="store", deadline=deadline)
         except PoolFull as error:
-            self._emit(StoreShed(tier="", key=header.key, reason=f"no memory: {error}"))
+            self._emit(StoreShed(tier="", key=header.key, reason="no memory", detail=str(error)))
             return None
         return Frame(header, lease, sealed=False)
 

@@ -53,6 +53,12 @@ class MemoryTier:
     def contains(self, key: StorageKey) -> bool:
         return key in self.index
 
+    def held(self, keys: Sequence[StorageKey], deadline: float) -> list[bool]:
+        return [key in self.index for key in keys]
+
+    def list_keys(self, prefix: str, deadline: float) -> list[StorageKey]:
+        return self.index.keys(prefix)
+
     def store(self, frame: Frame) -> bool:
         """Keeps `frame` here under a reference of its own; the caller's lease is untouched."""
         hold = frame.lease.hold(tag=frame.key)
@@ -68,7 +74,7 @@ class MemoryTier:
             self.index.unreserve(stored, begun=True)
             reason = why(outcome)
         hold.drop()
-        self._emit(StoreShed(tier=self.name, key=frame.key, reason=reason))
+        self._emit(StoreShed(tier=self.name, key=frame.key, reason="no room", detail=reason))
         return False
 
     def borrow(self, key: StorageKey, owner: str) -> Frame | None:
@@ -118,13 +124,13 @@ class MemoryTier:
         """Reserves and begins a put of `nbytes`; returns why that can't be, or nothing."""
         victims = self.index.reserve(nbytes)
         if victims is None:
-            return "no room: the rest is in use"
+            return "the rest is pinned or in use"
         for victim in victims:  # only leaves this tier: a write that waits for its bytes keeps them
             self._discard(victim)
         if self.index.begin(nbytes):
             return ""
         self.index.unreserve(nbytes, begun=False)
-        return "no room yet: another store's victims are leaving"
+        return "another store's victims are leaving"
 
     def _evict(self, victim: Copy) -> bool:
         """Takes the memory of a hidden copy; one leased meanwhile comes back instead."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +14,9 @@ from lmcache_core.events import Event, FrameRejected, TierDown, TierUp
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool, PinTable
 from lmcache_core.storage import Capabilities, Job, Outcome, Priority, Status, TierExecutor
+from lmcache_core.tiers.failures import Failures
 from lmcache_core.tiers.frames import Frame
+from lmcache_core.tiers.hints import Hints
 from lmcache_core.tiers.index import ResidencyIndex, Resident
 from lmcache_core.tiers.jobs import DeleteJob, LoadJob, StatJob, is_corrupt, why
 from lmcache_core.tiers.writes import WriteQueue
@@ -23,11 +24,11 @@ from lmcache_core.tiers.writes import WriteQueue
 log = logging.getLogger(__name__)
 
 BATCH_NBYTES = 16 << 20
-HINT_TTL_S = 5.0
+MAX_BATCH = 512
 GRACE_S = 1.0
 """How long past a deadline the executor may take to say so before a waiter gives up on it."""
-MAX_REJECTED = 4096
-MAX_BELIEVED = 100_000
+OPEN_DEADLINE_S = 60.0
+"""How long opening may go on behind an engine that has started without the tier."""
 REOPEN_FIRST_S = 1.0
 REOPEN_MOST_S = 60.0
 
@@ -85,6 +86,8 @@ class StorageTier:
         self.capacity_bytes: int | None = None  # what the index enforces, once open
         self.exact = False
         self.capabilities = Capabilities()
+        self._hints = Hints(clock)
+        self._failures = Failures(options.name, emit, clock)
         self._options = options
         self._open_tier = open_tier
         self._pool = pool
@@ -94,10 +97,9 @@ class StorageTier:
         self._executor: TierExecutor | None = None
         self._closed = False
         self._opening = False
+        self._start_is_over = False
         self._reopen_at = float("inf")
         self._reopen_delay_s = REOPEN_FIRST_S
-        self._believed: dict[StorageKey, float] = {}  # not exact: until when a yes is believed
-        self._rejected: OrderedDict[StorageKey, None] = OrderedDict()  # corrupt, and can't be deleted
 
     # -- opening, closing ------------------------------------------------------------------------
 
@@ -107,6 +109,47 @@ class StorageTier:
             return True
         self._reopen_if_due()
         return False
+
+    def start(self) -> None:
+        """Opens the tier, waiting no longer than its deadline: then it goes on behind, the tier being down.
+
+        Raises:
+            ConfigError, PluginError: as `open`, if it said so in time.
+        """
+        with self._lock:
+            self._opening = True
+        errors: list[LMCacheError] = []
+        thread = threading.Thread(
+            target=self._open_behind, args=(errors,), name=f"lmcache {self.name} open", daemon=True
+        )
+        thread.start()
+        thread.join(self.deadline_s)
+        with self._lock:
+            late = self._opening
+            self._start_is_over = True
+        if errors:
+            raise errors[0]
+        if late:
+            self._emit(
+                TierDown(
+                    tier=self.name,
+                    reason=f"not open after its deadline of {self.deadline_s:g} s; opening goes on behind",
+                )
+            )
+
+    def _open_behind(self, errors: list[LMCacheError]) -> None:
+        try:
+            self.open(self._clock() + OPEN_DEADLINE_S)
+        except LMCacheError as error:
+            with self._lock:
+                in_time = not self._start_is_over
+                if in_time:
+                    errors.append(error)
+            if not in_time:
+                self._went_down(BackendUnavailable(str(error), backend=self.name))
+        finally:
+            with self._lock:
+                self._opening = False
 
     def open(self, deadline: float) -> None:
         """Opens the backend and takes over what it kept.
@@ -182,7 +225,7 @@ class StorageTier:
         """Whether the tier holds `key` as far as is known without asking it."""
         if not self.usable or key not in self.index:
             return False
-        return self.exact or self._believed.get(key, 0.0) > self._clock()
+        return self.exact or self._hints.believes(key)
 
     def prefix_length(self, keys: Sequence[StorageKey], start: int, deadline: float) -> int:
         """How many of `keys` from `start` on are here without a gap; asks the store where it must."""
@@ -195,25 +238,52 @@ class StorageTier:
             position += 1
         while position < len(keys):
             asked = keys[position : position + self.max_batch]
-            found = self._ask(asked, deadline)
+            answers = self._ask(asked, deadline)
+            found = answers.index(False) if False in answers else len(asked)
             position += found
             if found < len(asked):
                 break
         return position - start
 
-    def _ask(self, keys: Sequence[StorageKey], deadline: float) -> int:
-        job = StatJob(keys, deadline=min(deadline, self._clock() + self.deadline_s))
+    def held(self, keys: Sequence[StorageKey], deadline: float) -> list[bool]:
+        """Which of `keys` are here; asks the store where it must, for all of them at once."""
+        if self.exact or not self.usable:
+            return [self.contains(key) for key in keys]
+        answers: list[bool] = []
+        for start in range(0, len(keys), self.max_batch):
+            answers += self._ask(keys[start : start + self.max_batch], deadline)
+        return answers
+
+    def list_keys(self, prefix: str, deadline: float) -> list[StorageKey]:
+        """All keys that start with `prefix`, as far as the tier can tell."""
+        executor = self._executor
+        if executor is None or self.exact or not self.capabilities.scan:
+            return self.index.keys(prefix)
+        try:
+            return [entry.key for entry in executor.scan(prefix, deadline)]
+        except BackendError as error:
+            self.failed("scan", Outcome(status=Status.FAILED, error=error))
+            return []
+
+    def _ask(self, keys: Sequence[StorageKey], deadline: float) -> list[bool]:
+        deadline = min(deadline, self._clock() + self.deadline_s)
+        if deadline <= self._clock():
+            return [False] * len(keys)
+        job = StatJob(keys, deadline=deadline)
         self.submit(job)
-        job.wait(job.deadline - self._clock() + GRACE_S)
-        until = self._clock() + HINT_TTL_S
-        found: int = 0
-        for found, (key, outcome) in enumerate(zip(keys, list(job.outcomes), strict=True)):
-            if outcome is None or outcome.status is not Status.OK or key in self._rejected:
-                if outcome is not None and outcome.status is Status.MISS:
-                    self._disbelieve(key)
-                return found
-            self._believe(Resident(key, outcome.nbytes, outcome.nbytes, token=outcome.token), until)
-        return found + 1 if keys else 0
+        job.wait(deadline - self._clock() + GRACE_S)
+        answers = []
+        for key, outcome in zip(keys, list(job.outcomes), strict=True):
+            held = outcome is not None and outcome.status is Status.OK and not self._hints.rejects(key)
+            if outcome is not None and outcome.status is Status.OK and held:
+                self._believe(Resident(key, outcome.nbytes, outcome.nbytes, token=outcome.token))
+            elif outcome is not None and outcome.status is Status.MISS:
+                self._disbelieve(key)
+            answers.append(held)
+        failed = [o for o in job.outcomes if o is not None and o.status in (Status.FAILED, Status.TIMEOUT)]
+        if failed:
+            self.failed("stat", failed[0])
+        return answers
 
     # -- frames in and out -----------------------------------------------------------------------
 
@@ -253,34 +323,33 @@ class StorageTier:
 
     def remove(self, keys: Sequence[StorageKey], reason: str, deadline: float) -> int:
         """Deletes these copies, waiting until the deadline; pinned ones stay. Returns how many went."""
-        victims = self.index.take(keys, reason)
-        if not victims or not self.capabilities.delete:
-            for victim in victims:
-                self.index.kept(victim)
+        if not self.capabilities.delete:
             return 0
-        finished = threading.Event()
+        victims = self.index.take(keys, reason)
+        batches = [victims[i : i + self.max_batch] for i in range(0, len(victims), self.max_batch)]
         removed: list[Resident] = []
 
         def note(victim: Resident, outcome: Outcome) -> None:
             if outcome.status in (Status.OK, Status.MISS):
                 self.index.gone(victim)
+                self._hints.disbelieve(victim.key)
                 removed.append(victim)
             else:
+                self.failed("delete", outcome)
                 self.index.kept(victim)
 
-        self.submit(DeleteJob(victims, note, finished.set, deadline=deadline, priority=Priority.LOAD))
-        finished.wait(max(deadline - self._clock(), 0.0) + GRACE_S)
+        over = [threading.Event() for _ in batches]
+        for batch, finished in zip(batches, over, strict=True):
+            self.submit(DeleteJob(batch, note, finished.set, deadline=deadline, priority=Priority.LOAD))
+        for finished in over:
+            finished.wait(max(deadline - self._clock(), 0.0) + GRACE_S)
         return len(removed)
 
     def _not_loaded(self, copy: Resident, outcome: Outcome) -> None:
         corrupt = is_corrupt(outcome) or outcome.status is Status.TOO_SMALL
         if corrupt:
             self._emit(FrameRejected(tier=self.name, key=copy.key, reason=why(outcome)))
-            with self._lock:
-                self._believed.pop(copy.key, None)
-                self._rejected[copy.key] = None
-                if len(self._rejected) > MAX_REJECTED:
-                    self._rejected.popitem(last=False)
+            self._hints.reject(copy.key)
             if not self.index.take_copy(copy, "corrupt"):
                 return
             if not self.capabilities.delete:
@@ -295,14 +364,16 @@ class StorageTier:
                 )
             )
         elif outcome.status is Status.MISS:
-            self._disbelieve(copy.key)
+            self._hints.disbelieve(copy.key)
             self.index.remove(copy.key, "lost", token=copy.token)
+        elif outcome.status in (Status.FAILED, Status.TIMEOUT):
+            self.failed("get", outcome)
 
     # -- what the write queue needs --------------------------------------------------------------
 
     @property
     def max_batch(self) -> int:
-        return self.capabilities.max_batch or 64
+        return self.capabilities.max_batch or MAX_BATCH
 
     @property
     def max_batches(self) -> int:
@@ -319,10 +390,12 @@ class StorageTier:
         job.finished()
 
     def wrote(self, key: StorageKey) -> None:
-        with self._lock:
-            self._rejected.pop(key, None)
-            if not self.exact:
-                self._believed[key] = self._clock() + HINT_TTL_S
+        self._hints.accept(key)
+        if not self.exact:
+            self._forget_all(self._hints.believe(key))
+
+    def failed(self, operation: str, outcome: Outcome) -> None:
+        self._failures.note(operation, outcome)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -330,24 +403,17 @@ class StorageTier:
         for key, token in copies:
             self.index.remove(key, reason, token=token)
 
-    def _believe(self, copy: Resident, until: float) -> None:
+    def _believe(self, copy: Resident) -> None:
         if copy.key not in self.index:
             self.index.admit(copy)
-        with self._lock:
-            self._believed[copy.key] = until
-            if len(self._believed) > MAX_BELIEVED:
-                now = self._clock()
-                stale = [key for key, when in self._believed.items() if when <= now]
-                for key in stale:
-                    del self._believed[key]
-            else:
-                stale = []
-        for key in stale:
+        self._forget_all(self._hints.believe(copy.key))
+
+    def _forget_all(self, keys: Sequence[StorageKey]) -> None:
+        for key in keys:
             self.index.remove(key, "hint expired")
 
     def _disbelieve(self, key: StorageKey) -> None:
-        with self._lock:
-            self._believed.pop(key, None)
+        self._hints.disbelieve(key)
         if not self.exact:
             self.index.remove(key, "lost")
 
@@ -365,16 +431,10 @@ class StorageTier:
             if self._closed or self._opening or self._executor is not None:
                 return
             self._opening = True
-        threading.Thread(target=self._reopen, name=f"lmcache {self.name} open", daemon=True).start()
-
-    def _reopen(self) -> None:
-        try:
-            self.open(self._clock() + self.deadline_s)
-        except LMCacheError as error:
-            self._went_down(BackendUnavailable(str(error), backend=self.name))
-        finally:
-            with self._lock:
-                self._opening = False
+            self._start_is_over = True
+        threading.Thread(
+            target=self._open_behind, args=([],), name=f"lmcache {self.name} open", daemon=True
+        ).start()
 
 
 def _batches(copies: Sequence[Resident], max_batch: int, batch_nbytes: int) -> list[list[Resident]]:

@@ -46,6 +46,9 @@ class WriteTarget(Protocol):
     def wrote(self, key: StorageKey) -> None:
         """A good copy of `key` is there now."""
 
+    def failed(self, operation: str, outcome: Outcome) -> None:
+        """An item ended FAILED or TIMEOUT."""
+
 
 class _Batch:
     """Writes that go to the backend in one call, once the victims that make their room are gone."""
@@ -186,7 +189,7 @@ class WriteQueue:
             chosen = self._target.index.reserve(write.nbytes)
             if chosen is None:
                 self._end(write)
-                self._shed(write.key, "no room: the rest is in use")
+                self._shed(write.key, "no room", "the rest is pinned or in use")
             else:
                 going.append(write)
                 victims.extend(chosen)
@@ -203,6 +206,7 @@ class WriteQueue:
                 self._target.index.gone(victim)
             else:
                 batch.stuck = True
+                self._target.failed("delete", outcome)
                 self._target.index.kept(victim)
 
         deadline = self._clock() + self._target.deadline_s
@@ -217,7 +221,7 @@ class WriteQueue:
         for write in batch.writes:
             self._target.index.unreserve(write.nbytes, begun=False)
             self._end(write)
-            self._shed(write.key, "no room could be made")
+            self._shed(write.key, "no room", "what should leave could not be deleted")
         self._batch_over()
 
     def _run(self, batch: _Batch) -> None:
@@ -247,6 +251,7 @@ class WriteQueue:
             self._admit(write, outcome)
         elif outcome.status is Status.TIMEOUT:
             write.in_doubt = True
+            self._target.failed("put", outcome)
             self._end(write)
             self._shed(write.key, "deadline")
         else:
@@ -255,7 +260,13 @@ class WriteQueue:
             if again and self._squeeze(write):
                 return
             self._end(write)
-            self._shed(write.key, "evicted" if write.cancelled else why(outcome))
+            if write.cancelled:
+                self._shed(write.key, "evicted")
+            elif outcome.status is Status.FULL:
+                self._shed(write.key, "full")
+            else:
+                self._target.failed("put", outcome)
+                self._shed(write.key, "failed", why(outcome))
 
     def _late(self, write: Write, outcome: Outcome) -> None:
         write.in_doubt = False
@@ -304,6 +315,6 @@ class WriteQueue:
                 del self._writes[write.key]
             self._changed.notify_all()
 
-    def _shed(self, key: StorageKey, reason: str) -> bool:
-        self._emit(StoreShed(tier=self._target.name, key=key, reason=reason))
+    def _shed(self, key: StorageKey, reason: str, detail: str = "") -> bool:
+        self._emit(StoreShed(tier=self._target.name, key=key, reason=reason, detail=detail))
         return False

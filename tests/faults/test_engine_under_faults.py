@@ -23,9 +23,10 @@ from cache_scenario import (
 )
 from faulty_backends import Controls, faulty
 
-from lmcache_core.engine import CacheEngine
+from lmcache_core.config import load_config
+from lmcache_core.engine import CacheEngine, explain
 from lmcache_core.errors import BackendUnavailable, ConfigError, PermissionDenied
-from lmcache_core.events import BreakerChanged, FrameRejected, TierDown, TierUp
+from lmcache_core.events import BreakerChanged, FrameRejected, TierDown, TierFailed, TierUp
 from lmcache_core.storage import Capabilities
 
 DEADLINE_S = 0.25
@@ -196,15 +197,96 @@ def test_a_tier_that_can_never_work_is_one_config_error(error: Exception) -> Non
         build(controls, cpu(), remote())
 
 
-def test_a_backend_that_hangs_in_open_leaves_the_tier_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_core.tiers.build.OPEN_DEADLINE_S", 0.2)
+def test_a_backend_that_hangs_in_open_costs_its_deadline_and_comes_up_when_it_can() -> None:
     controls = Controls()
     recorder = Recorder()
     controls.hang("open")
+    started = time.monotonic()
     with build(controls, cpu(), remote(), recorder=recorder) as engine:
-        assert recorder.of(TierDown)
+        assert time.monotonic() - started < DEADLINE_S + SLACK_S
+        (down,) = recorder.of(TierDown)
+        assert "0.25 s" in down.reason
         assert store(engine, prompt(25, CHUNK)) == CHUNK
-    controls.let_go("open")
+        controls.let_go("open")
+        assert eventually(lambda: bool(recorder.of(TierUp)))
+        assert store(engine, prompt(26, CHUNK)) == CHUNK
+        settle(engine)
+        assert engine.lookup(prompt(26, CHUNK), search_range=["remote"]).num_tokens == CHUNK
+
+
+def test_a_config_error_that_comes_late_leaves_the_tier_down_with_its_reason() -> None:
+    controls = Controls()
+    recorder = Recorder()
+    controls.hang("open")
+    controls.open_error = ConfigError("no such bucket")
+    with build(controls, cpu(), remote(), recorder=recorder):
+        controls.let_go("open")
+        assert eventually(lambda: any("no such bucket" in event.reason for event in recorder.of(TierDown)))
+
+
+SHARED = Capabilities(medium="network", shared=True, persistent=True, scan=True, delete=True, max_in_flight=2)
+
+
+def test_a_cold_lookup_asks_a_shared_store_twice_however_many_tails_there_are() -> None:
+    controls = Controls()
+    controls.capabilities = SHARED
+    with build(controls, remote(capacity=None)) as engine:
+        assert engine.lookup(prompt(27, 3 * CHUNK + 31)).num_tokens == 0
+        assert controls.calls["stat"] == 2
+
+
+@pytest.mark.parametrize("verb", ["lookup", "retrieve", "prefetch"])
+def test_a_hung_shared_store_costs_a_request_one_deadline(verb: str) -> None:
+    controls = Controls()
+    controls.capabilities = SHARED
+    tokens = prompt(28, 3 * CHUNK + 31)
+    with build(controls, cpu(), remote(capacity=None, deadline=1)) as engine:
+        controls.hang("stat")
+        started = time.monotonic()
+        if verb == "prefetch":
+            prefetch = engine.prefetch(tokens)
+            assert time.monotonic() - started < 0.9, "prefetch doesn't return at once"
+            assert prefetch.wait(10.0) == 0
+        elif verb == "lookup":
+            assert engine.lookup(tokens).num_tokens == 0
+        else:
+            assert retrieve(engine, tokens) == 0
+        assert time.monotonic() - started < 2.0, "more than one deadline"
+        controls.let_go("stat")
+        settle(engine)
+
+
+def test_failures_are_counted_logged_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    controls = Controls()
+    recorder = Recorder()
+    with build(controls, remote(), recorder=recorder) as engine:
+        store(engine, prompt(29, 4 * CHUNK))
+        settle(engine)
+        controls.fail = lambda op, key: True
+        retrieve(engine, prompt(29, 4 * CHUNK))
+        store(engine, prompt(30, 4 * CHUNK))
+        settle(engine)
+        (remote_stats,) = engine.stats().tiers
+    assert {event.operation for event in recorder.of(TierFailed)} == {"get", "put"}
+    assert remote_stats.counters["failed: put"] == remote_stats.counters["shed: failed"] == 4
+    assert "told to fail" in remote_stats.last_error
+    lines = [record for record in caplog.records if "told to fail" in record.getMessage()]
+    assert len(lines) == 1
+
+
+def test_explain_asks_a_shared_store_what_it_holds() -> None:
+    controls = Controls()
+    controls.capabilities = SHARED
+    tokens = prompt(31, 3 * CHUNK + 16)
+    with build(controls, remote(capacity=None)) as engine:
+        store(engine, tokens)
+        settle(engine)
+        found = explain(load_config(config_of(remote(capacity=None))), tokens, registry=faulty(controls))
+        assert found.verdict.startswith("It is a hit")
+        other = explain(
+            load_config(config_of(remote(capacity=None))), prompt(32, 64), registry=faulty(controls)
+        )
+        assert "No stored model holds the start" in other.verdict
 
 
 def test_an_eviction_whose_delete_fails_sheds_the_store_and_keeps_the_bound() -> None:
@@ -283,7 +365,7 @@ def test_many_threads_over_small_full_tiers_never_see_foreign_kv() -> None:
                     tokens = random.choice(prompts)
                     retrieve(engine, tokens)
                     engine.store(tokens, OracleKV(tokens))
-            except BaseException as error:  # noqa: BLE001  (handed to the test)
+            except BaseException as error:
                 errors.append(error)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
