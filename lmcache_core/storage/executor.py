@@ -12,6 +12,8 @@ A job:
   the method has returned and the backend has let go of every item, however late that is.
 - Bytes count from submit to finished, so queued, running and quarantined ones all stand in the bound.
 - A job with items that failed in a way worth retrying goes through queued and running once more.
+- A forked child has no worker threads, and the backend is its parent's: every job is refused at once there,
+  without a lock that a thread of the parent may have held.
 
 `transfer.py` has the states of a job's items, `traffic.py` the queue, slots and bytes.
 """
@@ -19,6 +21,7 @@ A job:
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -116,6 +119,7 @@ class TierExecutor:
         self._traffic = Traffic(
             max_in_flight=max_in_flight, in_flight_bytes=in_flight_bytes, queue_limit=queue_limit
         )
+        self._pid = os.getpid()
         self._life = threading.Lock()  # guards changes of _state
         self._state = _State.BUILT
         self._counting = threading.Lock()  # guards _counters
@@ -170,6 +174,9 @@ class TierExecutor:
             ValueError: the same job was submitted before and hasn't finished.
         """
         transfer = Transfer(job, self)
+        if os.getpid() != self._pid:
+            self._drop(transfer, self._failed(BackendClosed, "used in a forked process", transfer))
+            return
         refusal = self._refusal(transfer)
         if refusal is None and (busy := self._traffic.admit(transfer)):
             refusal = self._error(BackendUnavailable, busy, transfer)
@@ -221,8 +228,10 @@ class TierExecutor:
         """Closes the backend. When this returns, at `deadline` at most, every item is settled. Idempotent.
 
         Queued jobs fail at once and running calls are told to stop. One that hangs on keeps its memory.
-        A job that is preparing settles when it has prepared.
+        A job that is preparing settles when it has prepared. In a forked child nothing happens.
         """
+        if os.getpid() != self._pid:
+            return
         with self._life:
             if self._state is _State.CLOSED:
                 return

@@ -115,12 +115,13 @@ class Traffic:
             self._leave_slot(transfer)
 
     def finish(self, transfer: Transfer) -> None:
+        if not transfer.admitted:  # it never will be: no lock, which in a forked child may be held for ever
+            return
         with self._lock:
-            if transfer.admitted:
-                del self._live[id(transfer.job)]
-                self._bytes -= transfer.nbytes
-                if not self._live:
-                    self._quiet.notify_all()
+            del self._live[id(transfer.job)]
+            self._bytes -= transfer.nbytes
+            if not self._live:
+                self._quiet.notify_all()
 
     # --- taking transfers out of their way
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -328,3 +329,18 @@ def test_lost_copies_reach_the_tier_and_its_errors_reach_no_driver() -> None:
         scenario.lost = None  # type: ignore[assignment]  # the tier's callbacks now raise
         host.lost([(key_of(1), 7)], "expired")
         host.lost_all("flushed")
+
+
+def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on() -> None:
+    with Scenario() as scenario:
+        assert scenario.submit(Operation.GET, 1).statuses() == [Status.OK]
+        asked = len(scenario.backend.asked)
+        with scenario.executor._traffic._lock:  # as a thread of the parent may hold it while another forks
+            child = os.fork()
+            if child == 0:
+                job = scenario.submit(Operation.GET, 2)
+                refused = job.is_finished.is_set() and isinstance(job.outcomes[0].error, BackendClosed)
+                scenario.executor.close(scenario.clock() + 30)
+                os._exit(0 if refused and len(scenario.backend.asked) == asked else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert scenario.submit(Operation.GET, 2).statuses() == [Status.OK]
