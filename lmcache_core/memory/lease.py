@@ -82,7 +82,7 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        return self._slot is None
+        return not self._claim
 
     def share(self, owner: str) -> Lease:
         """One more lease on the same bytes, to be released by itself.
@@ -154,6 +154,7 @@ class Lease:
     def __del__(self) -> None:
         if self._claim:
             slot = self._claim.pop()
+            self._slot = None  # another finalizer of the same cycle may still hold this object
             event = LeaseLost(owner=self.owner, nbytes=self.nbytes, origin=self.origin)
             self._ledger.post(self._ledger.lose_lease, slot, self._exporter, event)
 

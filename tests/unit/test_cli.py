@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -204,7 +205,7 @@ def test_a_plugins_command_is_listed_and_run_and_cant_replace_one_of_ours(
     greet = click.Command("greet", callback=lambda: click.echo("hello"), help="Says hello.")
     theirs = click.Command("config", callback=lambda: click.echo("replaced"))
     monkeypatch.setattr(registry, "_commands", [greet, theirs])
-    assert "greet    Says hello." in run("--help").output
+    assert re.search(r"greet +Says hello\.", run("--help").output)
     assert run("greet").output == "hello\n"
     assert "replaced" not in run("config", "schema").output
 

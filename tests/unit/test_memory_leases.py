@@ -394,7 +394,8 @@ leases[1].release()
 cycle = [leases, holds, views]; cycle.append(cycle)
 class Late:
     def __init__(self, lease): self.lease = lease
-    def __del__(self): self.lease.release()
+    def __del__(self):
+        if not self.lease.released: self.lease.release()
 late = Late(leases[2])
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 print("done")
