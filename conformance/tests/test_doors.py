@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner, Result
 
 from conformance_backends.broken_conduct import CountsAttempts
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.registry import BackendSpec, Registry
 from lmcache_core.storage.contract import Call
-from lmcache_core_conformance import BackendConformance, Deviation, Harness, Verdict, command, run
+from lmcache_core_conformance import BackendConformance, Deviation, Verdict, run
 
 ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
 STATS = "test_stats_count_what_is_stored"
@@ -160,51 +156,3 @@ def test_the_library_call_knows_deviations_too() -> None:
 def test_an_unknown_group_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"no group 'sises'; there are batching, .*sizes"):
         run(SmallHarness(MemoryBackend), groups=["sises"])
-
-
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    registry = Registry()
-    for name, backend in (("memory", MemoryBackend), ("attempts", CountsAttempts)):
-        registry.add(BackendSpec(name, f"{backend.__module__}:{backend.__name__}", (1, 0)), backend)
-    monkeypatch.setattr(command, "discover", lambda: registry)
-
-    def call(*arguments: str) -> Result:
-        return CliRunner().invoke(command.conformance, ["run", *arguments])
-
-    return SimpleNamespace(call=call)
-
-
-def test_the_command_certifies_an_installed_backend(invoke: SimpleNamespace, tmp_path: Path) -> None:
-    config = tmp_path / "harness.yaml"
-    config.write_text("options: {max_value_bytes: 65536}\ncapacity: 8MiB\n")
-    result = invoke.call("--backend", "memory", "--config", str(config), "--group", "sizes")
-    assert result.exit_code == 0, result.output
-    assert "memory: 6 passed" in result.output
-
-
-def test_the_command_fails_when_a_property_does_and_says_why_it_matters(invoke: SimpleNamespace) -> None:
-    result = invoke.call("--backend", "attempts", "--group", "honesty")
-    assert result.exit_code == 1
-    assert "1 failed" in result.output
-    assert "why it matters: Operators size tiers" in " ".join(result.output.split())
-
-
-def test_the_command_refuses_an_unknown_option_with_the_nearest_name(
-    invoke: SimpleNamespace, tmp_path: Path
-) -> None:
-    config = tmp_path / "harness.yaml"
-    config.write_text("opitons: {}\n")
-    result = invoke.call("--backend", "memory", "--config", str(config))
-    assert result.exit_code != 0
-    assert "options" in str(result.exception)
-
-
-def test_options_may_name_the_directory_of_each_store(tmp_path: Path) -> None:
-    config = command.RunConfig(options={"path": "{tmp}/cache", "depth": 2, "more": ["{tmp}"]})
-    harness: Harness = command.ConfiguredHarness(MemoryBackend, config, None)
-    assert harness.fresh_config(tmp_path) == {
-        "path": f"{tmp_path}/cache",
-        "depth": 2,
-        "more": [str(tmp_path)],
-    }

@@ -1,26 +1,38 @@
-"""`lmcache-core conformance run`: certifies an installed backend without writing a test."""
+"""`lmcache-core conformance`: certifies an installed backend without writing a test, and keeps the report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import click
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from lmcache_core.config import ByteSize, Duration, parse_options
-from lmcache_core.config.document import read_document
+from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.registry import discover
-from lmcache_core.storage.contract import Backend
+from lmcache_core_conformance.bench import Bench, bounded
+from lmcache_core_conformance.configured import configured_harness, harness_named
 from lmcache_core_conformance.harness import Harness
+from lmcache_core_conformance.html import render
+from lmcache_core_conformance.report import (
+    ReportDocument,
+    ReportError,
+    describe,
+    differences,
+    encode,
+    parse,
+    schema,
+)
 from lmcache_core_conformance.runner import Report, Result, run
 from lmcache_core_conformance.suite import GROUPS
 from lmcache_core_conformance.verdicts import Verdict
 
-_PLACEHOLDER = "{tmp}"
+T = TypeVar("T")
 _STYLES = {
     Verdict.PASSED: "green",
     Verdict.FAILED: "bold red",
@@ -28,44 +40,14 @@ _STYLES = {
     Verdict.NOT_APPLICABLE: "dim",
     Verdict.DEVIATION: "magenta",
 }
+_INDENT = " " * 16
+_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file given to `conformance run`. Its defaults are those of `Harness`."""
+class CannotRun(click.ClickException):
+    """Nothing was certified: the command was asked for what isn't there."""
 
-    options: dict[str, object] = {}
-    """The backend's options; `{tmp}` in a text stands for a new, empty directory for each store."""
-    unopenable: dict[str, object] | None = None
-    """Options with which opening must fail, such as a forbidden directory or a closed port."""
-    capacity: ByteSize = ByteSize(Harness.capacity_bytes)
-    small_capacity: ByteSize = ByteSize(Harness.small_capacity_bytes)
-    large_value: ByteSize = ByteSize(Harness.large_value_bytes)
-    deadline: Duration = Duration(Harness.deadline_s)
-
-
-class ConfiguredHarness(Harness):
-    """A harness made from a file instead of a class."""
-
-    def __init__(self, backend: type[Backend[Any]], config: RunConfig, directory: Path | None) -> None:
-        self._backend_class = backend
-        self._config = config
-        self.capacity_bytes = config.capacity
-        self.small_capacity_bytes = config.small_capacity
-        self.large_value_bytes = config.large_value
-        self.deadline_s = config.deadline
-        self.directory = directory
-
-    @property
-    def backend(self) -> type[Backend[Any]]:  # type: ignore[override]  # known only now
-        return self._backend_class
-
-    def fresh_config(self, tmp: Path) -> Mapping[str, object]:
-        return {name: _fill_in(value, tmp) for name, value in self._config.options.items()}
-
-    def unopenable_config(self, tmp: Path) -> Mapping[str, object]:
-        if self._config.unopenable is None:
-            return super().unopenable_config(tmp)
-        return {name: _fill_in(value, tmp) for name, value in self._config.unopenable.items()}
+    exit_code = 2
 
 
 @click.group()
@@ -78,8 +60,13 @@ def conformance() -> None:
 @click.option(
     "--config",
     "config_file",
-    type=click.Path(path_type=Path),
+    type=_FILE,
     help="A YAML file: `options` of the backend, `{tmp}` in them being a new directory for each store.",
+)
+@click.option(
+    "--harness",
+    "harness_name",
+    help="Instead of --config: FILE.py:CLASS or MODULE:CLASS, a Harness with hooks of its own.",
 )
 @click.option(
     "--group",
@@ -93,56 +80,149 @@ def conformance() -> None:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Where the temporary directories are made, such as the mount to certify.",
 )
+@click.option("--report", "report_file", type=_FILE, help="Write the report here, as JSON.")
+@click.option("--html", "html_file", type=_FILE, help="Write the report here, as a page.")
 @click.option("--strict", is_flag=True, help="Count unproven properties as failed.")
+@click.option("--enforce-performance", is_flag=True, help="A figure below its floor fails its property.")
 @click.pass_context
 def run_command(
     context: click.Context,
     name: str,
     config_file: Path | None,
+    harness_name: str | None,
     groups: tuple[str, ...],
     directory: Path | None,
+    report_file: Path | None,
+    html_file: Path | None,
     strict: bool,
+    enforce_performance: bool,
 ) -> None:
-    """Run the properties on an installed backend; exit code 1 when one fails."""
-    backend = discover().load(name)
-    document = {} if config_file is None else read_document(config_file).value
-    config = parse_options(RunConfig, document, str(config_file or "--config"))
-    harness = ConfiguredHarness(backend, config, directory)
+    """Run the properties on an installed backend.
+
+    Exit code 0: nothing failed. 1: a property failed, or with --strict one is unproven. 2: nothing was
+    certified, because the backend, its options or a file is not what it should be; the message says which.
+    """
+    for file in (report_file, html_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise CannotRun(f"can't write {file}: there is no directory {file.parent}")
+    harness = _or_cannot_run(lambda: _harness(name, config_file, harness_name))
+    harness.directory = directory or harness.directory
+    harness.enforce_performance = enforce_performance or harness.enforce_performance
+    _check_that_it_opens(harness, name)
     console = Console()
     report = run(harness, groups=groups or None, on_result=lambda result: _show(console, result))
     _summarise(console, name, report)
+    if report_file is not None or html_file is not None:
+        document = describe(report, harness, name=name)
+        if report_file is not None:
+            report_file.write_bytes(encode(document))
+        if html_file is not None:
+            html_file.write_text(render(document), encoding="utf-8")
     if report.failed or (strict and report.of(Verdict.UNPROVEN)):
         context.exit(1)
 
 
+@conformance.command("compare")
+@click.argument("one", type=_FILE)
+@click.argument("other", type=_FILE)
+@click.pass_context
+def compare_command(context: click.Context, one: Path, other: Path) -> None:
+    """Say where the verdicts of two reports differ.
+
+    Exit code 0: nowhere. 1: somewhere. 2: one of them can't be read.
+    """
+    first, second = (_or_cannot_run(partial(_read, file)) for file in (one, other))
+    found = differences(first, second)
+    for line in found:
+        click.echo(line)
+    if found:
+        context.exit(1)
+    click.echo(f"the same {len(first.results)} verdicts")
+
+
+@conformance.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of a report."""
+    click.echo(json.dumps(schema(), indent=2))
+
+
+def _harness(name: str, config_file: Path | None, harness_name: str | None) -> Harness:
+    """
+    Raises:
+        LMCacheError: no such backend, or a file that isn't what it should be.
+    """
+    backend = discover().load(name)
+    if harness_name is None:
+        return configured_harness(backend, config_file)
+    if config_file is not None:
+        raise ConfigError("give --config or --harness, not both: a harness brings its own options")
+    harness = harness_named(harness_name)
+    if harness.backend is not backend:
+        raise ConfigError(
+            f"--harness {harness_name} is for {harness.backend.__module__}:{harness.backend.__qualname__}, "
+            f"but the backend {name!r} is {backend.__module__}:{backend.__qualname__}"
+        )
+    return harness
+
+
+def _check_that_it_opens(harness: Harness, name: str) -> None:
+    """One error, instead of the same one for each property.
+
+    Raises:
+        CannotRun: its options are refused, or it can't be opened with them.
+    """
+    bench = Bench(harness)
+    try:
+        bounded(lambda: bench.require("medium"), harness.limit_s)  # to know any capability, it is opened
+    except ConfigError as error:
+        raise CannotRun(
+            f"backend {name!r} refuses its options (give them under `options` in --config FILE): {error}"
+        ) from error
+    except Exception as error:  # recorded boundary: the backend is foreign code
+        raise CannotRun(f"backend {name!r} can't be opened: {type(error).__name__}: {error}") from error
+    finally:
+        bench.close()
+
+
+def _read(file: Path) -> ReportDocument:
+    try:
+        return parse(file.read_bytes())
+    except OSError as error:
+        raise ReportError(f"can't read {file}: {error.strerror}") from error
+    except ReportError as error:
+        raise ReportError(f"{file}: {error}") from error
+
+
+def _or_cannot_run(work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except LMCacheError as error:
+        raise CannotRun(str(error)) from error
+
+
 def _show(console: Console, result: Result) -> None:
     style = _STYLES[result.verdict]
-    console.print(
+    _print(
+        console,
         f"[{style}]{result.verdict.value:>14}[/]  {result.prop.group}: {escape(result.prop.sentence)} "
         f"[dim]{result.seconds:.2f} s[/]",
-        highlight=False,
-        soft_wrap=True,
     )
     if result.reason:
-        console.print(f"{'':>16}{escape(result.reason)}", highlight=False, soft_wrap=True)
+        _print(console, f"{_INDENT}{escape(result.reason)}")
     if result.verdict is Verdict.FAILED:
-        console.print(
-            f"{'':>16}[dim]why it matters: {escape(result.prop.why)}[/]", highlight=False, soft_wrap=True
-        )
+        _print(console, f"{_INDENT}[dim]why it matters: {escape(result.prop.why)}[/]")
+    for figure in result.figures:
+        _print(console, f"{_INDENT}[dim]{escape(str(figure))}[/]")
 
 
 def _summarise(console: Console, name: str, report: Report) -> None:
     counts = [f"{len(report.of(verdict))} {verdict.value}" for verdict in Verdict if report.of(verdict)]
-    console.print(
-        f"[bold]{escape(name)}[/]: {', '.join(counts) or 'nothing ran'}", highlight=False, soft_wrap=True
-    )
+    took = f"in {report.seconds:.0f} s"
+    _print(console, f"[bold]{escape(name)}[/]: {', '.join(counts) or 'nothing ran'}, {took}")
+    reasons = Counter(result.reason for result in report.of(Verdict.UNPROVEN))
+    for reason, number in reasons.items():
+        _print(console, f"[yellow]{number} unproven[/]: {escape(reason)}")
 
 
-def _fill_in(value: object, tmp: Path) -> object:
-    if isinstance(value, str):
-        return value.replace(_PLACEHOLDER, str(tmp))
-    if isinstance(value, list):
-        return [_fill_in(entry, tmp) for entry in value]
-    if isinstance(value, dict):
-        return {key: _fill_in(entry, tmp) for key, entry in value.items()}
-    return value
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)

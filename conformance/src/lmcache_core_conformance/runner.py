@@ -26,9 +26,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of one run, in the suite's order."""
+    """The results of one run, in the suite's order. `started` is Unix time."""
 
     results: tuple[Result, ...]
+    started: float
+    seconds: float
 
     def of(self, verdict: Verdict) -> tuple[Result, ...]:
         return tuple(result for result in self.results if result.verdict is verdict)
@@ -57,6 +59,7 @@ def run(
         raise ValueError(f"no group {unknown!r}; there are {', '.join(sorted(known_groups))}")
     for unknown in sorted(set(properties or ()) - {prop.name for prop in PROPERTIES}):
         raise ValueError(f"no property {unknown!r}")
+    started, clock = time.time(), time.monotonic()
     results = []
     for prop in PROPERTIES:
         if groups is not None and prop.group not in groups:
@@ -67,7 +70,7 @@ def run(
         results.append(result)
         if on_result is not None:
             on_result(result)
-    return Report(tuple(results))
+    return Report(tuple(results), started, time.monotonic() - clock)
 
 
 def _run_one(harness: Harness, prop: Property) -> Result:
