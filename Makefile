@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGES := . plugins/cpu plugins/disk conformance
 PROJECTS := $(PACKAGES:%=%/pyproject.toml)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint reports clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.packages $(VENV)/.model
@@ -30,6 +30,17 @@ lint: $(VENV)/.packages
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Certifies our own plugins. Their reports are kept; the support matrix is made from them.
+REPORTS := docs/reference/reports
+CERTIFY = $(BIN)/lmcache-core conformance run --strict --report $(REPORTS)/$(1).json \
+	--backend $(1) --harness plugins/$(1)/tests/test_conformance.py:$(2)
+
+reports: $(VENV)/.packages
+	mkdir -p $(REPORTS)
+	$(call CERTIFY,cpu,CpuHarness)
+	$(call CERTIFY,disk,DiskHarness)
+	$(BIN)/python docs/generate_conformance.py
 
 # Some systems ship Python without ensurepip: their own pip then installs one into the environment.
 $(BIN)/python:

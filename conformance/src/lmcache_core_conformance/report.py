@@ -83,7 +83,7 @@ class PropertyResult(msgspec.Struct, frozen=True, kw_only=True):
     group: Annotated[str, about("its group")]
     sentence: Annotated[str, about("the name as words")]
     why: Annotated[str, about("why the property exists")]
-    verdict: Annotated[Verdict, about("see below")]
+    verdict: Annotated[Verdict, about("one of the verdicts above")]
     detail: Annotated[
         str, about("what was seen; the missing hook, the capability, or the deviation's reason")
     ]
