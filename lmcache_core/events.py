@@ -147,17 +147,26 @@ class EventBus:
     """
 
     def __init__(self) -> None:
-        self._observers: tuple[Observer, ...] = ()
+        self._observers: tuple[tuple[Observer, tuple[type[Event], ...]], ...] = ()
         self._lock = threading.Lock()  # guards replacement of the tuple; readers take it as it is
 
-    def subscribe(self, observer: Observer) -> Callable[[], None]:
-        """Adds `observer`; calling the returned function removes it (idempotent)."""
+    def subscribe(self, observer: Observer, *kinds: type[Event]) -> Callable[[], None]:
+        """Adds `observer` for events of `kinds`, or of all kinds when none is named.
+
+        Calling the returned function removes it (idempotent).
+        """
         with self._lock:
-            self._observers = (*self._observers, observer)
+            self._observers = (*self._observers, (observer, kinds or (Event,)))
         return lambda: self._remove(observer)
 
+    def watched(self, kind: type[Event]) -> bool:
+        """Whether anyone wants events of `kind`: what spares building those that are frequent."""
+        return any(issubclass(kind, kinds) for _, kinds in self._observers)
+
     def emit(self, event: Event) -> None:
-        for observer in self._observers:
+        for observer, kinds in self._observers:
+            if not isinstance(event, kinds):
+                continue
             try:
                 observer.on_event(event)
             except Exception:  # recorded boundary: observers are foreign code
@@ -166,4 +175,4 @@ class EventBus:
 
     def _remove(self, observer: Observer) -> None:
         with self._lock:
-            self._observers = tuple(o for o in self._observers if o is not observer)
+            self._observers = tuple(pair for pair in self._observers if pair[0] is not observer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,7 +23,7 @@ from lmcache_core.engine.results import (
 )
 from lmcache_core.engine.statistics import Statistics
 from lmcache_core.errors import ConfigError
-from lmcache_core.events import EventBus, LookedUp, Observer, Retrieved, Stored
+from lmcache_core.events import Event, EventBus, LookedUp, Observer, Retrieved, Stored
 from lmcache_core.frame import FrameHeader, FrameKind, Segment
 from lmcache_core.identity import Content, Extra, ModelRecord, Part, StorageKey, Tokens
 from lmcache_core.identity.tokens import token_bytes
@@ -66,7 +66,8 @@ class CacheEngine:
         self.part = part
         self._events = EventBus()
         self._statistics = Statistics()
-        for observer in (self._statistics, *observers):
+        self._events.subscribe(self._statistics, *Statistics.KINDS)
+        for observer in observers:
             self._events.subscribe(observer)
         self._chain: TierChain = build_chain(
             self.config,
@@ -318,9 +319,12 @@ class CacheEngine:
             memory=self._chain.pool.stats(),
         )
 
-    def subscribe(self, observer: Observer) -> None:
-        """Adds an observer of this engine's events."""
-        self._events.subscribe(observer)
+    def subscribe(self, observer: Observer, *kinds: type[Event]) -> Callable[[], None]:
+        """Adds an observer of this engine's events, of all `kinds` when none is named.
+
+        Calling what is returned removes it.
+        """
+        return self._events.subscribe(observer, *kinds)
 
     def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
         """Finishes background writes, as far as the time allows, and closes the tiers. Idempotent.

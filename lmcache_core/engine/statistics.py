@@ -8,8 +8,6 @@ from collections import Counter, defaultdict
 from lmcache_core.engine.results import TierStats
 from lmcache_core.events import (
     BreakerChanged,
-    ChunkAdmitted,
-    ChunkEvicted,
     Event,
     FrameRejected,
     Retrieved,
@@ -21,7 +19,9 @@ from lmcache_core.tiers import MemoryTier, StorageTier
 
 
 class Statistics:
-    """An observer that keeps one counter per tier and kind of event."""
+    """An observer that keeps one counter per tier and kind of event; admissions the indexes count."""
+
+    KINDS = (FrameRejected, StoreShed, TierFailed, BreakerChanged, TierDown, Retrieved)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards both
@@ -31,10 +31,6 @@ class Statistics:
     def on_event(self, event: Event) -> None:
         with self._lock:
             match event:
-                case ChunkAdmitted():
-                    self._by_tier[event.tier]["admitted"] += 1
-                case ChunkEvicted():
-                    self._by_tier[event.tier][f"evicted: {event.reason}"] += 1
                 case FrameRejected():
                     self._by_tier[event.tier]["rejected"] += 1
                 case StoreShed():
@@ -54,8 +50,9 @@ class Statistics:
     def of(self, tier: MemoryTier | StorageTier) -> TierStats:
         index = tier.index.stats()
         with self._lock:
-            counters = dict(self._by_tier[tier.name])
+            counters = {"admitted": index.admitted} | dict(self._by_tier[tier.name])
             last_error = self._last_error.get(tier.name, "")
+        counters |= {f"evicted: {reason}": count for reason, count in index.evicted.items()}
         return TierStats(
             name=tier.name,
             state="up" if not isinstance(tier, StorageTier) or tier.usable else "down",

@@ -123,7 +123,7 @@ def _memory_tier(
         backend.open(host)
     except BackendError as error:
         raise ConfigError(f"tier {config.name!r}: {error}") from error
-    return MemoryTier(config.name, backend, int(config.capacity or 0), pins=chain.pins, emit=events.emit)
+    return MemoryTier(config.name, backend, int(config.capacity or 0), pins=chain.pins, events=events)
 
 
 def _storage_tier(
@@ -181,4 +181,4 @@ def _storage_tier(
         in_flight_bytes=config.in_flight_bytes,
         allocate_deadline_s=cache.allocate_deadline,
     )
-    return StorageTier(options, open_tier, pool=chain.pool, pins=chain.pins, emit=events.emit, clock=clock)
+    return StorageTier(options, open_tier, pool=chain.pool, pins=chain.pins, events=events, clock=clock)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lmcache_core.events import ChunkAdmitted, ChunkEvicted, Event
+from lmcache_core.events import ChunkAdmitted, ChunkEvicted, Event, EventBus
 from lmcache_core.frame import FrameHeader
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import Hold
@@ -53,6 +53,14 @@ class IndexStats:
     reserved_bytes: int
     capacity_bytes: int | None
     sequence: int
+    """Of the last admit or evict."""
+    evicted: Mapping[str, int]
+    """Copies that left since the start, by reason."""
+
+    @property
+    def admitted(self) -> int:
+        """Copies that came since the start."""
+        return self.sequence - sum(self.evicted.values())
 
 
 class ResidencyIndex:
@@ -70,12 +78,12 @@ class ResidencyIndex:
         capacity_bytes: int | None,
         *,
         pinned: Callable[[StorageKey], bool],
-        emit: Callable[[Event], None],
+        events: EventBus,
     ) -> None:
         self.tier = tier
         self._capacity = capacity_bytes
         self._pinned = pinned
-        self._emit = emit
+        self._events = events
         self._lock = threading.Lock()
         self._entries: dict[StorageKey, Resident] = {}
         self._orders: dict[int, OrderedDict[StorageKey, Resident]] = {}
@@ -86,6 +94,7 @@ class ResidencyIndex:
         self._leaving = 0  # the part of _reserved that chosen victims still occupy
         self._writing = 0  # the part of _reserved that puts under way occupy, wholly or in part
         self._sequence = 0
+        self._evicted: Counter[str] = Counter()
         self._outbox: deque[Event] = deque()
         self._emitting = threading.Lock()
 
@@ -115,7 +124,14 @@ class ResidencyIndex:
 
     def stats(self) -> IndexStats:
         with self._lock:
-            return IndexStats(len(self._entries), self._used, self._reserved, self._capacity, self._sequence)
+            return IndexStats(
+                len(self._entries),
+                self._used,
+                self._reserved,
+                self._capacity,
+                self._sequence,
+                dict(self._evicted),
+            )
 
     # -- admission -------------------------------------------------------------------------------
 
@@ -127,23 +143,26 @@ class ResidencyIndex:
         room can be made (larger than the tier, or the rest is pinned, leased or has children here).
         """
         with self._lock:
-            if self._capacity is None:
-                self._reserved += nbytes
-                return []
-            wanted = self._used + self._reserved - self._leaving + nbytes - self._capacity
-            victims: list[Resident] = []
-            while wanted > 0:
-                victim = self._coldest()
-                if victim is None:
-                    for entry in reversed(victims):
-                        self._restore(entry)
-                    return None
-                self._hide(victim)
-                victims.append(victim)
-                wanted -= victim.stored
+            victims = self._choose(nbytes)
+            if victims is None:
+                return None
             self._reserved += nbytes
+        self._flush()
+        return victims
+
+    def take_room(self, nbytes: int) -> list[Resident] | None:
+        """`reserve` and `begin` in one, for a medium that gives up a copy the moment it is told to.
+
+        The victims are gone for good: their bytes don't count any more.
+        """
+        with self._lock:
+            victims = self._choose(nbytes)
+            if victims is None:
+                return None
             for victim in victims:
-                self._note_evicted(victim, "capacity")
+                self._leave(victim)
+            self._reserved += nbytes
+            self._writing += nbytes
         self._flush()
         return victims
 
@@ -306,6 +325,25 @@ class ResidencyIndex:
     def _held(self, entry: Resident) -> bool:
         return (entry.hold is not None and entry.hold.leased) or self._pinned(entry.key)
 
+    def _choose(self, nbytes: int) -> list[Resident] | None:
+        """Hides what must leave for `nbytes` more; None, and nothing hidden, when that isn't enough."""
+        victims: list[Resident] = []
+        if self._capacity is None:
+            return victims
+        wanted = self._used + self._reserved - self._leaving + nbytes - self._capacity
+        while wanted > 0:
+            victim = self._coldest()
+            if victim is None:
+                for entry in reversed(victims):
+                    self._restore(entry)
+                return None
+            self._hide(victim)
+            victims.append(victim)
+            wanted -= victim.stored
+        for victim in victims:
+            self._note_evicted(victim, "capacity")
+        return victims
+
     def _coldest(self) -> Resident | None:
         """The coldest copy that has no children here and may leave."""
         coldest: Resident | None = None
@@ -393,23 +431,30 @@ class ResidencyIndex:
 
     def _note_admitted(self, entry: Resident) -> None:
         self._sequence += 1
-        self._outbox.append(
-            ChunkAdmitted(tier=self.tier, key=entry.key, nbytes=entry.stored, sequence=self._sequence)
-        )
+        if self._events.watched(ChunkAdmitted):
+            self._outbox.append(
+                ChunkAdmitted(tier=self.tier, key=entry.key, nbytes=entry.stored, sequence=self._sequence)
+            )
 
     def _note_evicted(self, entry: Resident, reason: str) -> None:
         self._sequence += 1
-        self._outbox.append(
-            ChunkEvicted(
-                tier=self.tier, key=entry.key, nbytes=entry.stored, sequence=self._sequence, reason=reason
+        self._evicted[reason] += 1
+        if self._events.watched(ChunkEvicted):
+            self._outbox.append(
+                ChunkEvicted(
+                    tier=self.tier,
+                    key=entry.key,
+                    nbytes=entry.stored,
+                    sequence=self._sequence,
+                    reason=reason,
+                )
             )
-        )
 
     def _flush(self) -> None:
         """Delivers queued events in order: one thread drains for all, none waits."""
         while self._outbox and self._emitting.acquire(blocking=False):
             try:
                 while self._outbox:
-                    self._emit(self._outbox.popleft())
+                    self._events.emit(self._outbox.popleft())
             finally:
                 self._emitting.release()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lmcache_core.errors import BackendError
-from lmcache_core.events import Event, StoreShed
+from lmcache_core.events import EventBus, StoreShed
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import Hold, PinTable
 from lmcache_core.storage import Backend, BackendStats, Outcome, Resident, Status
@@ -33,17 +33,17 @@ class MemoryTier:
         capacity_bytes: int,
         *,
         pins: PinTable,
-        emit: Callable[[Event], None],
+        events: EventBus,
     ) -> None:
         if not isinstance(backend, Resident):
             raise TypeError(f"tier {name}: {type(backend).__name__} does not keep frames in memory")
         self.name = name
         self.index = ResidencyIndex(
-            name, capacity_bytes, pinned=lambda key: pins.pinned(name, key), emit=emit
+            name, capacity_bytes, pinned=lambda key: pins.pinned(name, key), events=events
         )
         self._backend: Backend[object] = backend
         self._resident: Resident = backend
-        self._emit = emit
+        self._emit = events.emit
 
     # -- the chain's side ------------------------------------------------------------------------
 
@@ -63,19 +63,23 @@ class MemoryTier:
         """Keeps `frame` here under a reference of its own; the caller's lease is untouched."""
         hold = frame.lease.hold(tag=frame.key)
         stored = hold.slot_nbytes
-        reason = self._make_room(stored)
-        if not reason:
-            outcome = self._adopt(frame.key, hold)
-            if outcome.status is Status.OK:
-                header = frame.header
-                copy = Copy(frame.key, frame.nbytes, stored, parent=header.parent, hold=hold, header=header)
-                self.index.admit(copy, reserved=stored)
-                return True
+        victims = self.index.take_room(stored)
+        if victims is None:
+            hold.drop()
+            self._shed(frame.key, "no room", "the rest is pinned or in use")
+            return False
+        for victim in victims:  # only leaves this tier: a write that waits for its bytes keeps them
+            self._drop(victim)
+        outcome = self._adopt(frame.key, hold)
+        if outcome.status is not Status.OK:
+            hold.drop()
             self.index.unreserve(stored, begun=True)
-            reason = why(outcome)
-        hold.drop()
-        self._emit(StoreShed(tier=self.name, key=frame.key, reason="no room", detail=reason))
-        return False
+            self._shed(frame.key, "failed", why(outcome))
+            return False
+        header = frame.header
+        copy = Copy(frame.key, frame.nbytes, stored, parent=header.parent, hold=hold, header=header)
+        self.index.admit(copy, reserved=stored)
+        return True
 
     def borrow(self, key: StorageKey, owner: str) -> Frame | None:
         """The frame under a new lease, or None when it is not, or no longer, here."""
@@ -120,18 +124,6 @@ class MemoryTier:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _make_room(self, nbytes: int) -> str:
-        """Reserves and begins a put of `nbytes`; returns why that can't be, or nothing."""
-        victims = self.index.reserve(nbytes)
-        if victims is None:
-            return "the rest is pinned or in use"
-        for victim in victims:  # only leaves this tier: a write that waits for its bytes keeps them
-            self._discard(victim)
-        if self.index.begin(nbytes):
-            return ""
-        self.index.unreserve(nbytes, begun=False)
-        return "another store's victims are leaving"
-
     def _evict(self, victim: Copy) -> bool:
         """Takes the memory of a hidden copy; one leased meanwhile comes back instead."""
         hold = victim.hold
@@ -150,10 +142,16 @@ class MemoryTier:
             )
 
     def _discard(self, victim: Copy) -> None:
+        self._drop(victim)
+        self.index.gone(victim)
+
+    def _drop(self, victim: Copy) -> None:
         if victim.hold is not None:
             try:
                 self._resident.discard(victim.key, victim.hold)
-            except Exception:  # recorded boundary: plugin code; the hold is dropped all the same
+            except Exception:  # recorded boundary: plugin code
                 log.exception("tier %s: discard raised", self.name)
-            victim.hold.drop()
-        self.index.gone(victim)
+                victim.hold.drop()
+
+    def _shed(self, key: StorageKey, reason: str, detail: str) -> None:
+        self._emit(StoreShed(tier=self.name, key=key, reason=reason, detail=detail))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmcache_core.errors import BackendError, BackendUnavailable, ConfigError, LMCacheError, PermissionDenied
-from lmcache_core.events import Event, FrameRejected, TierDown, TierUp
+from lmcache_core.events import EventBus, FrameRejected, TierDown, TierUp
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool, PinTable
 from lmcache_core.storage import Capabilities, Job, Outcome, Priority, Status, TierExecutor
@@ -72,7 +72,7 @@ class StorageTier:
         *,
         pool: MemoryPool,
         pins: PinTable,
-        emit: Callable[[Event], None],
+        events: EventBus,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = options.name
@@ -80,18 +80,18 @@ class StorageTier:
         self.max_queued = options.max_queued
         self.batch_nbytes = min(BATCH_NBYTES, options.in_flight_bytes)
         self.index = ResidencyIndex(
-            options.name, None, pinned=lambda key: pins.pinned(options.name, key), emit=emit
+            options.name, None, pinned=lambda key: pins.pinned(options.name, key), events=events
         )
-        self.writes = WriteQueue(self, pool, emit, clock)
+        self.writes = WriteQueue(self, pool, events.emit, clock)
         self.capacity_bytes: int | None = None  # what the index enforces, once open
         self.exact = False
         self.capabilities = Capabilities()
         self._hints = Hints(clock)
-        self._failures = Failures(options.name, emit, clock)
+        self._failures = Failures(options.name, events.emit, clock)
         self._options = options
         self._open_tier = open_tier
         self._pool = pool
-        self._emit = emit
+        self._emit = events.emit
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields below
         self._executor: TierExecutor | None = None

@@ -6,7 +6,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_core.events import ChunkAdmitted, ChunkEvicted, Event
+from lmcache_core.events import ChunkAdmitted, ChunkEvicted, Event, EventBus
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.tiers.index import ResidencyIndex, Resident
 
@@ -23,13 +23,24 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.events: list[Event] = []
         self.pins: set[StorageKey] = set()
-        self.index = ResidencyIndex(
-            "t", CAPACITY, pinned=lambda key: key in self.pins, emit=self.events.append
-        )
+        bus = EventBus()
+        bus.subscribe(self)
+        self.index = ResidencyIndex("t", CAPACITY, pinned=lambda key: key in self.pins, events=bus)
         self.held: dict[StorageKey, int] = {}
         self.age: list[StorageKey] = []  # coldest first
         self.leaving: list[Resident] = []
         self.begun: list[tuple[StorageKey, int]] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    @rule(key=st.sampled_from(KEYS), nbytes=st.integers(1, 9))
+    def take_room(self, key: StorageKey, nbytes: int) -> None:
+        victims = self.index.take_room(nbytes)
+        for victim in victims or ():
+            self._leaves(victim)
+        if victims is not None:
+            self.begun.append((key, nbytes))
 
     @rule(key=st.sampled_from(KEYS), nbytes=st.integers(1, 9))
     def reserve(self, key: StorageKey, nbytes: int) -> None:
