@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_core.config import CacheConfig, TierConfig, tier_options
+from lmcache_core.config import CacheConfig, TierConfig, parse_options
 from lmcache_core.errors import ConfigError, PluginError
 from lmcache_core.registry import Registry
 from lmcache_core.storage import Backend, Capabilities, Resident
@@ -49,13 +49,14 @@ def _prepare(config: CacheConfig, position: int, registry: Registry) -> Prepared
         backend_class = registry.load(tier.backend)
     except PluginError as error:
         raise ConfigError(config.located(("tiers", position, "backend"), str(error))) from error
-    options = tier_options(config, position, backend_class.config_class)
+    place = ("tiers", position, "options")
+    options = parse_options(backend_class.config_class, tier.options, place, config.origin)
 
     def make() -> Backend[Any]:
         try:
             return backend_class(options)
         except ConfigError as error:
-            raise ConfigError(config.located(("tiers", position, "options"), str(error))) from error
+            raise ConfigError(config.located(place, str(error))) from error
         except Exception as error:  # recorded boundary: plugins are foreign code
             cause = f"{type(error).__name__}: {error}"
             raise PluginError(f"{backend} can't be built: {cause}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmcache_core.errors import BackendError, BackendUnavailable, ConfigError, LMCacheError, PermissionDenied
-from lmcache_core.events import EventBus, FrameRejected, TierDown, TierUp
+from lmcache_core.events import EventBus, FrameRejected, TierUp
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool, PinTable
 from lmcache_core.storage import Capabilities, Job, Outcome, Priority, Status, TierExecutor
@@ -19,18 +18,13 @@ from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.hints import Hints
 from lmcache_core.tiers.index import ResidencyIndex, Resident
 from lmcache_core.tiers.jobs import DeleteJob, LoadJob, StatJob, is_corrupt, why
+from lmcache_core.tiers.opening import Opener
 from lmcache_core.tiers.writes import WriteQueue
-
-log = logging.getLogger(__name__)
 
 BATCH_NBYTES = 16 << 20
 MAX_BATCH = 512
 GRACE_S = 1.0
 """How long past a deadline the executor may take to say so before a waiter gives up on it."""
-OPEN_DEADLINE_S = 60.0
-"""How long opening may go on behind an engine that has started without the tier."""
-REOPEN_FIRST_S = 1.0
-REOPEN_MOST_S = 60.0
 
 
 class OpenTier(Protocol):
@@ -94,12 +88,10 @@ class StorageTier:
         self._emit = events.emit
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields below
+        self._opener = Opener(options.name, self._open, emit=events.emit, clock=clock)
+        self._lock = threading.Lock()  # guards the two below
         self._executor: TierExecutor | None = None
         self._closed = False
-        self._opening = False
-        self._start_is_over = False
-        self._reopen_at = float("inf")
-        self._reopen_delay_s = REOPEN_FIRST_S
 
     # -- opening, closing ------------------------------------------------------------------------
 
@@ -107,52 +99,11 @@ class StorageTier:
     def usable(self) -> bool:
         if self._executor is not None:
             return True
-        self._reopen_if_due()
+        self._opener.again_if_due()
         return False
 
     def start(self) -> None:
         """Opens the tier, waiting no longer than its deadline: then it goes on behind, the tier being down.
-
-        Raises:
-            ConfigError, PluginError: as `open`, if it said so in time.
-        """
-        with self._lock:
-            self._opening = True
-        errors: list[LMCacheError] = []
-        thread = threading.Thread(
-            target=self._open_behind, args=(errors,), name=f"lmcache {self.name} open", daemon=True
-        )
-        thread.start()
-        thread.join(self.deadline_s)
-        with self._lock:
-            late = self._opening
-            self._start_is_over = True
-        if errors:
-            raise errors[0]
-        if late:
-            self._emit(
-                TierDown(
-                    tier=self.name,
-                    reason=f"not open after its deadline of {self.deadline_s:g} s; opening goes on behind",
-                )
-            )
-
-    def _open_behind(self, errors: list[LMCacheError]) -> None:
-        try:
-            self.open(self._clock() + OPEN_DEADLINE_S)
-        except LMCacheError as error:
-            with self._lock:
-                in_time = not self._start_is_over
-                if in_time:
-                    errors.append(error)
-            if not in_time:
-                self._went_down(BackendUnavailable(str(error), backend=self.name))
-        finally:
-            with self._lock:
-                self._opening = False
-
-    def open(self, deadline: float) -> None:
-        """Opens the backend and takes over what it kept.
 
         A store that can't be reached leaves the tier down, to be tried again; that is an event.
 
@@ -160,6 +111,15 @@ class StorageTier:
             ConfigError: the configuration or its rights can't work; says what to change.
             PluginError: the backend offers more than it declared.
         """
+        self._opener.start(self.deadline_s)
+
+    def retry_now(self) -> None:
+        """Makes a tier that is down try to open again at its next use, however soon."""
+        self._opener.retry_now()
+
+    def _open(self, timeout_s: float) -> None:
+        """Opens the backend and takes over what it kept."""
+        deadline = self._clock() + timeout_s
         executor = self._open_tier(self._lost, self.index.forget_all)
         try:
             capabilities = executor.open(deadline)
@@ -167,15 +127,10 @@ class StorageTier:
                 capabilities.scan or not capabilities.persistent
             )
             kept = executor.scan("", deadline) if exact and capabilities.persistent else []
-        except PermissionDenied as error:
+        except LMCacheError as error:
             executor.close(self._clock())
-            raise ConfigError(f"tier {self.name!r}: {error}") from error
-        except BackendError as error:
-            executor.close(self._clock())
-            self._went_down(error)
-            return
-        except LMCacheError:  # the configuration, or a plugin that breaks the contract
-            executor.close(self._clock())
+            if isinstance(error, PermissionDenied):
+                raise ConfigError(f"tier {self.name!r}: {error}") from error
             raise
         self.capabilities = capabilities
         self.exact = exact
@@ -197,7 +152,6 @@ class StorageTier:
             closed = self._closed
             if not closed:
                 self._executor = executor
-                self._reopen_delay_s = REOPEN_FIRST_S
         if closed:
             executor.close(self._clock())
         else:
@@ -212,6 +166,7 @@ class StorageTier:
         """Writes what waits, as far as the deadline allows, and closes the backend. Idempotent."""
         if self._executor is not None:
             self.writes.flush(deadline)
+        self._opener.stop()
         with self._lock:
             self._closed = True
             executor, self._executor = self._executor, None
@@ -416,25 +371,6 @@ class StorageTier:
         self._hints.disbelieve(key)
         if not self.exact:
             self.index.remove(key, "lost")
-
-    def _went_down(self, error: BackendError) -> None:
-        log.warning("tier %s is down: %s", self.name, error)
-        with self._lock:
-            self._reopen_at = self._clock() + self._reopen_delay_s
-            self._reopen_delay_s = min(2 * self._reopen_delay_s, REOPEN_MOST_S)
-        self._emit(TierDown(tier=self.name, reason=str(error)))
-
-    def _reopen_if_due(self) -> None:
-        if self._clock() < self._reopen_at:
-            return
-        with self._lock:
-            if self._closed or self._opening or self._executor is not None:
-                return
-            self._opening = True
-            self._start_is_over = True
-        threading.Thread(
-            target=self._open_behind, args=([],), name=f"lmcache {self.name} open", daemon=True
-        ).start()
 
 
 def _batches(copies: Sequence[Resident], max_batch: int, batch_nbytes: int) -> list[list[Resident]]:

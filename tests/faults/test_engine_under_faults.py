@@ -28,6 +28,7 @@ from lmcache_core.engine import CacheEngine, explain
 from lmcache_core.errors import BackendUnavailable, ConfigError, PermissionDenied
 from lmcache_core.events import BreakerChanged, FrameRejected, TierDown, TierFailed, TierUp
 from lmcache_core.storage import Capabilities
+from lmcache_core.tiers import StorageTier
 
 DEADLINE_S = 0.25
 SLACK_S = 2.0  # for a busy machine; a hang would be 60 s
@@ -181,8 +182,9 @@ def test_a_store_that_cannot_be_reached_at_start_leaves_the_tier_down_until_it_c
         assert retrieve(engine, tokens) == 2 * CHUNK
         controls.open_error = None
         tier = engine._chain.tiers[1]
-        tier._reopen_at = 0.0  # type: ignore[union-attr]  # as if the wait were over
-        assert not tier.usable  # type: ignore[union-attr]  # the first look starts it, and doesn't wait
+        assert isinstance(tier, StorageTier)
+        tier.retry_now()
+        assert not tier.usable  # the first look starts it, and doesn't wait
         assert eventually(lambda: bool(recorder.of(TierUp)))
         assert store(engine, tokens) == 0
         settle(engine)
