@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lmcache_core.storage.contract import Backend, Capabilities, Resident
+from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.driver import RecordingHost, Store
 from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.harness import Harness
@@ -27,9 +28,10 @@ _CAPABILITIES: WeakKeyDictionary[Harness, tuple[Capabilities, bool]] = WeakKeyDi
 class Place:
     """Where one store lives: an empty directory of its own, and the options that lead there."""
 
-    def __init__(self, harness: Harness, directory: Path) -> None:
+    def __init__(self, harness: Harness, directory: Path, *, small: bool = False) -> None:
         self.directory = directory
-        self.options: Mapping[str, object] = harness.fresh_config(directory)
+        configure = harness.small_config if small else harness.fresh_config
+        self.options: Mapping[str, object] = configure(directory)
 
 
 class Bench:
@@ -39,7 +41,7 @@ class Bench:
         self.harness = harness
         self._on_figure = on_figure
         self.directory = Path(tempfile.mkdtemp(prefix="conformance-", dir=harness.directory))
-        self._stores: list[Store] = []
+        self._opened: list[Store | Core] = []
         self._num_places = 0
 
     @property
@@ -67,12 +69,12 @@ class Bench:
         elif not getattr(self.capabilities, capability):
             raise NotApplicable(f"capability {capability} is {getattr(self.capabilities, capability)}")
 
-    def place(self) -> Place:
-        """A new, empty place."""
+    def place(self, *, small: bool = False) -> Place:
+        """A new, empty place; a small one for a store that evicts by itself at `small_capacity_bytes`."""
         self._num_places += 1
         directory = self.directory / f"store-{self._num_places}"
         directory.mkdir()
-        return Place(self.harness, directory)
+        return Place(self.harness, directory, small=small)
 
     def build(self, place: Place) -> Backend[Any]:
         """The backend of that place, not opened."""
@@ -97,8 +99,20 @@ class Bench:
             host.close()
             raise
         store = Store(backend, host, narrowed or backend.capabilities, place.options)
-        self._stores.append(store)
+        self._opened.append(store)
         return store
+
+    def open_core(self, place: Place | None = None) -> Core:
+        """Opens the backend of `place` (a new one by default) under the core's executor."""
+        place = place or self.place()
+        core = Core(self.harness, self.build(place), capacity_bytes=self.harness.capacity_bytes)
+        self._opened.append(core)
+        return core
+
+    def require_medium(self, *media: str, why: str) -> None:
+        """Ends the property as not applicable unless the backend's medium is one of `media`."""
+        if self.capabilities.medium not in media:
+            raise NotApplicable(f"capability medium is {self.capabilities.medium}: {why}")
 
     def fit(self, pages: int) -> int:
         """`pages` in bytes, or the backend's maximum where that is less."""
@@ -149,9 +163,9 @@ class Bench:
         """Closes every store, last first, and removes the directory; raises the first error at the end."""
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
-            for store in self._stores:
-                stack.callback(store.close)
-        self._stores.clear()
+            for opened in self._opened:
+                stack.callback(opened.close)
+        self._opened.clear()
 
     def _found(self) -> tuple[Capabilities, bool]:
         found = _CAPABILITIES.get(self.harness)

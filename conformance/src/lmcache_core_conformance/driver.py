@@ -237,6 +237,8 @@ class Store:
     calls: list[RecordingCall] = field(default_factory=list, repr=False)
     before_settling: Callable[[], None] | None = None
     """Runs on the backend's thread before an item is settled: the place to hold a call up inside."""
+    after_method: Callable[[], None] | None = None
+    """Runs when the backend's method has returned, whether or not its items are settled."""
     after_call: Callable[[], None] | None = None
     """Runs after each call."""
     closed: bool = False
@@ -304,6 +306,8 @@ class Store:
             call.raised = error.with_traceback(None)  # a traceback keeps the call's views alive
             call.finish(_as_backend_error(error), wait=False)
         else:
+            if self.after_method is not None:
+                self.after_method()
             call.finish(None, wait=self.capabilities.asynchronous)
         self.calls.append(call)
         if self.after_call is not None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from lmcache_core.config import parse_options
 from lmcache_core.storage.contract import Backend
 from lmcache_core_conformance.baselines import RawDriver
+from lmcache_core_conformance.behind import Behind
 from lmcache_core_conformance.verdicts import Unproven
 
 MIB = 1 << 20
@@ -28,11 +29,11 @@ class Deviation:
     reason: str
 
 
-class Harness(ABC):
+class Harness(Behind, ABC):
     """Makes fresh instances of one backend. Subclass it; only `backend` and `fresh_config` are required.
 
-    Methods that raise `Unproven` here are optional hooks: a property that needs one is reported
-    unproven until it is overridden. The attributes say how hard the suite tries; their defaults are
+    Methods that raise `Unproven`, here and in `Behind`, are optional hooks: a property that needs one is
+    reported unproven until it is overridden. The attributes say how hard the suite tries; their defaults are
     what a published report needs.
     """
 
@@ -48,6 +49,10 @@ class Harness(ABC):
     """The largest value that is tried, where the backend's own maximum allows it."""
     deadline_s: float = 30.0
     """What one call may take."""
+    stalled_deadline_s: float = 0.5
+    """What one call may take while the medium stalls or trickles."""
+    slack_s: float = 2.0
+    """By how much a call may miss a deadline, and how soon a failure must be told."""
     limit_s: float = 120.0
     """What one property may take: beyond it, the backend hangs."""
     threads_end_s: float = 5.0
@@ -75,6 +80,13 @@ class Harness(ABC):
 
         `tmp` is an empty directory of this store's own. The same options are used again to reopen it.
         """
+
+    def small_config(self, tmp: Path) -> Mapping[str, object]:
+        """As `fresh_config`, for a store that evicts by itself once it holds `small_capacity_bytes`.
+
+        To be overridden where the store doesn't take its bound from the backend.
+        """
+        return self.fresh_config(tmp)
 
     def build(self, options: Mapping[str, object]) -> Backend[Any]:
         """The backend with these options, not yet opened."""

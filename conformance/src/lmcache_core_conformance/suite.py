@@ -10,14 +10,20 @@ from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.groups.batching import Batching
 from lmcache_core_conformance.groups.capacity import Capacity
 from lmcache_core_conformance.groups.concurrency import Concurrency
+from lmcache_core_conformance.groups.configuration import Configuration
+from lmcache_core_conformance.groups.corruption import Corruption
 from lmcache_core_conformance.groups.crash import Crash
+from lmcache_core_conformance.groups.deadline import Deadline
 from lmcache_core_conformance.groups.destination import Destination
+from lmcache_core_conformance.groups.faults import Faults
 from lmcache_core_conformance.groups.honesty import Honesty
 from lmcache_core_conformance.groups.lifecycle import Lifecycle
 from lmcache_core_conformance.groups.ownership import Ownership
 from lmcache_core_conformance.groups.performance import Performance
 from lmcache_core_conformance.groups.resident import Residents
+from lmcache_core_conformance.groups.retention import Retention
 from lmcache_core_conformance.groups.round_trip import RoundTrip
+from lmcache_core_conformance.groups.sharing import Sharing
 from lmcache_core_conformance.groups.sizes import Sizes
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.properties import Group, Property, properties_of
@@ -33,6 +39,12 @@ GROUPS: tuple[type[Group], ...] = (
     Honesty,
     Residents,
     Capacity,
+    Retention,
+    Sharing,
+    Deadline,
+    Faults,
+    Corruption,
+    Configuration,
     Crash,
     Performance,
 )
@@ -50,6 +62,12 @@ class BackendConformance(
     Honesty,
     Residents,
     Capacity,
+    Retention,
+    Sharing,
+    Deadline,
+    Faults,
+    Corruption,
+    Configuration,
     Crash,
     Performance,
 ):

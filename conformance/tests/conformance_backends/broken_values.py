@@ -193,6 +193,7 @@ class WritesOnlyTheFirstPartOfLargeValues(MemoryBackend):
 class SettlesBackwards(MemoryBackend):
     def each(self, things: Sequence[T], call: Call, one: Callable[[T], Outcome]) -> None:
         for index, thing in enumerate(things):
+            call.remaining()
             call.done(len(things) - 1 - index, one(thing))
 
 
@@ -201,6 +202,7 @@ class StopsAtTheFirstMiss(MemoryBackend):
     def get_many(self, items: Sequence[Item], call: Call) -> None:
         missed = False
         for index, item in enumerate(items):
+            call.remaining()
             outcome = MISS if missed else self.get_one(item)
             missed = outcome is MISS
             call.done(index, outcome)
@@ -211,6 +213,7 @@ class ServesEachKeyOnce(MemoryBackend):
     def get_many(self, items: Sequence[Item], call: Call) -> None:
         places = {item.key: index for index, item in enumerate(items)}
         for index in places.values():
+            call.remaining()
             call.done(index, self.get_one(items[index]))
 
 
@@ -225,12 +228,14 @@ class NeedsAFirstItem(MemoryBackend):
 class ForgetsItemsAfterTheTwentieth(MemoryBackend):
     def put_many(self, items: Sequence[Item], call: Call) -> None:
         for index, item in enumerate(items):
+            call.remaining()
             call.done(index, self.put_one(item) if index < 20 else Outcome(status=Status.OK))
 
 
 @breaks("one_bad_get_leaves_the_others")
 class FailsTheBatchForOneSmallView(MemoryBackend):
     def get_many(self, items: Sequence[Item], call: Call) -> None:
+        call.remaining()
         outcomes = [self.get_one(item) for item in items]
         bad = len(items) > 1 and any(outcome.status is Status.TOO_SMALL for outcome in outcomes)
         for index, outcome in enumerate(outcomes):

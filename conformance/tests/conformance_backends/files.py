@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
 from conformance_backends.catalogue import RACES, breaks
-from conformance_backends.memory import FULL, MISS, failed, write_at
-from lmcache_core.errors import BackendUnavailable, NotSupported
-from lmcache_core.identity.keys import StorageKey
+from conformance_backends.memory import FULL, MISS, write_at
+from lmcache_core.errors import BackendUnavailable, NotSupported, PermissionDenied
+from lmcache_core.identity.keys import KEY_PATTERN, StorageKey
+from lmcache_core.sdk import status_for_errno
 from lmcache_core.storage.contract import (
     Backend,
     BackendStats,
@@ -36,11 +40,50 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     path: Path
 
 
+class Medium:
+    """What stands between this backend and the system: a fault can be put there for a while."""
+
+    _all: ClassVar[dict[Path, Medium]] = {}
+
+    def __init__(self) -> None:
+        self.fault = ""
+        self.changed = threading.Condition()  # guards the fault
+
+    @classmethod
+    def of(cls, path: Path) -> Medium:
+        return cls._all.setdefault(path, Medium())
+
+    @contextmanager
+    def faulty(self, fault: str) -> Iterator[None]:
+        self.set(fault)
+        try:
+            yield
+        finally:
+            self.set("")
+
+    def set(self, fault: str) -> None:
+        with self.changed:
+            self.fault = fault
+            self.changed.notify_all()
+
+    def use(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.fault != "stalled")
+
+    def change(self, nbytes: int = 0) -> None:
+        self.use()
+        if self.fault == "read-only":
+            raise OSError(errno.EROFS, "read-only file system")
+        if self.fault == "full" and nbytes:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+
 class FileBackend(Backend[FileConfig]):
     config_class = FileConfig
 
     def __init__(self, config: FileConfig) -> None:
         self.path = config.path
+        self.medium = Medium.of(config.path)
         self.lengths: dict[str, int] = {}
         self.capacity_bytes: int | None = None
         self.numbers = itertools.count()
@@ -54,9 +97,12 @@ class FileBackend(Backend[FileConfig]):
         self.capacity_bytes = host.capacity_bytes
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.medium.change()
             self.sweep()
             self.index()
         except OSError as error:
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise PermissionDenied(f"{self.path}: {error}", op="open") from error
             raise BackendUnavailable(f"{self.path}: {error}", op="open") from error
         return None
 
@@ -65,17 +111,23 @@ class FileBackend(Backend[FileConfig]):
             path.unlink()
 
     def index(self) -> None:
-        self.lengths = {path.name: path.stat().st_size for path in self.path.iterdir()}
+        for path in self.path.iterdir():
+            if path.is_file() and KEY_PATTERN.fullmatch(path.name):
+                self.lengths[path.name] = path.stat().st_size
 
     def close(self) -> None:
         return
 
     def put_many(self, items: Sequence[Item], call: Call) -> None:
         for index, item in enumerate(items):
+            call.remaining()
             try:
                 call.done(index, self.put_one(item))
             except OSError as error:
-                call.done(index, failed(str(error)))
+                call.done(index, self.refusal(error))
+
+    def refusal(self, error: OSError) -> Outcome:
+        return status_for_errno(error.errno, str(error), op="put")
 
     def put_one(self, item: Item) -> Outcome:
         value = b"".join(bytes(view.host or b"") for view in item.views)
@@ -95,6 +147,7 @@ class FileBackend(Backend[FileConfig]):
         temporary.rename(self.path / key)
 
     def write(self, path: Path, value: bytes) -> None:
+        self.medium.change(len(value))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             rest = memoryview(value)
@@ -105,14 +158,14 @@ class FileBackend(Backend[FileConfig]):
 
     def get_many(self, items: Sequence[Item], call: Call) -> None:
         for index, item in enumerate(items):
+            call.remaining()
             call.done(index, self.get_one(item))
 
     def get_one(self, item: Item) -> Outcome:
         if not item.whole:
             return Outcome(status=Status.FAILED, error=NotSupported("no ranges", op="get", key=item.key))
-        try:
-            value = (self.path / item.key).read_bytes()
-        except FileNotFoundError:
+        value = self.read(item.key)
+        if value is None:
             return MISS
         if len(value) > item.nbytes:
             return Outcome(status=Status.TOO_SMALL, nbytes=len(value))
@@ -123,6 +176,17 @@ class FileBackend(Backend[FileConfig]):
             position += len(piece)
         return Outcome(status=Status.OK, nbytes=len(value))
 
+    def read(self, key: StorageKey) -> bytes | None:
+        """The value; one whose file is gone is forgotten."""
+        self.medium.use()
+        try:
+            return (self.path / key).read_bytes()
+        except FileNotFoundError:
+            with self.lock:
+                if not (self.path / key).exists():
+                    self.lengths.pop(key, None)
+            return None
+
     def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         for index, key in enumerate(keys):
             with self.lock:
@@ -131,11 +195,20 @@ class FileBackend(Backend[FileConfig]):
 
     def delete_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         for index, key in enumerate(keys):
-            with self.lock:
-                known = self.lengths.pop(key, None) is not None
-                if known:
-                    self.remove(key)
-            call.done(index, Outcome(status=Status.OK) if known else MISS)
+            call.remaining()
+            try:
+                call.done(index, self.delete_one(key))
+            except OSError as error:
+                call.done(index, self.refusal(error))
+
+    def delete_one(self, key: StorageKey) -> Outcome:
+        with self.lock:
+            known = key in self.lengths
+            if known:
+                self.medium.change()
+                self.remove(key)
+                del self.lengths[key]
+        return Outcome(status=Status.OK) if known else MISS
 
     def remove(self, key: StorageKey) -> None:
         (self.path / key).unlink()
@@ -264,10 +337,6 @@ class EmptiesBeforeItRemoves(FileBackend):
 class NeverSweeps(FileBackend):
     def sweep(self) -> None:
         return
-
-    def index(self) -> None:
-        super().index()
-        self.lengths = {k: v for k, v in self.lengths.items() if not k.startswith(_TEMPORARY)}
 
 
 @breaks("close_after_a_failed_open_leaves_nothing")

@@ -86,6 +86,7 @@ class MemoryBackend(Backend[MemoryConfig]):
 
     def each(self, things: Sequence[T], call: Call, one: Callable[[T], Outcome]) -> None:
         for index, thing in enumerate(things):
+            call.remaining()
             call.done(index, one(thing))
 
     def put_one(self, item: Item) -> Outcome:

@@ -83,6 +83,7 @@ class ResidentBackend(Backend[ResidentConfig]):
 
     def put_many(self, items: Sequence[Item], call: Call) -> None:
         for index, item in enumerate(items):
+            call.remaining()
             call.done(index, self.put_one(item))
 
     def put_one(self, item: Item) -> Outcome:
@@ -102,6 +103,7 @@ class ResidentBackend(Backend[ResidentConfig]):
 
     def get_many(self, items: Sequence[Item], call: Call) -> None:
         for index, item in enumerate(items):
+            call.remaining()
             call.done(index, self.get_one(item))
 
     def get_one(self, item: Item) -> Outcome:
@@ -135,6 +137,7 @@ class ResidentBackend(Backend[ResidentConfig]):
 
     def delete_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         for index, key in enumerate(keys):
+            call.remaining()
             with self.lock:
                 hold = self.holds.pop(key, None)
             if hold is None:

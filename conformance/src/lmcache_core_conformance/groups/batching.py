@@ -78,6 +78,20 @@ class Batching(Group):
             check(call.raised is None, f"{name} of nothing raised {call.raised!r}")
             check(not call.out_of_range, f"{name} of nothing settled items {call.out_of_range}")
 
+    @needs("max_batch")
+    def test_a_batch_of_the_declared_maximum_is_taken_by_every_operation(self) -> None:
+        """A limit that holds for one operation only fails the others' full batches."""
+        store, count = self.bench.open(), self.bench.capabilities.max_batch or 1
+        keys = [key_named(f"full batch {n}") for n in range(count)]
+        self._put_all(store, [(key, value_of(key, 1, PAGE)) for key in keys])
+        stats = store.stat_many(keys)
+        check({outcome.status for outcome in stats} == {Status.OK}, f"stat of {count} stored keys is not OK")
+        if self.bench.capabilities.delete:
+            gone = store.delete_many(keys)
+            check({outcome.status for outcome in gone} == {Status.OK}, f"delete of {count} keys is not OK")
+            left = store.stat_many(keys)
+            check({outcome.status for outcome in left} == {Status.MISS}, "a full batch left something behind")
+
     def test_a_batch_of_the_maximum_number_of_items_is_taken(self) -> None:
         """The core fills batches up to what is declared; the last item must be treated as the first."""
         count = self.bench.capabilities.max_batch or 64

@@ -99,6 +99,19 @@ class Crash(Group):
             crasher.run([Operate("put", key, 1, nbytes)], [Operate("delete", key)], point)
             self._check_after(place, key, [None, value_of(key, 1, nbytes)], f"delete at {point}")
 
+    @needs("persistent", "delete")
+    def test_kill_9_while_room_is_made_leaves_each_value_whole_or_absent(self) -> None:
+        """Eviction gives one value's room to another: a crash in between must not mix the two."""
+        nbytes, place = self.bench.fit(_PAGES), self.bench.place()
+        crasher = Crasher(self.bench.harness, place.options)
+        victims, new = [key_named(f"victim-{n}") for n in range(2)], key_named("in their place")
+        prepare = [Operate("delete", new), *(Operate("put", key, 1, nbytes) for key in victims)]
+        act = [*(Operate("delete", key) for key in victims), Operate("put", new, 2, nbytes)]
+        for point in crasher.points(prepare, act):
+            crasher.run(prepare, act, point)
+            for key, version in ((victims[0], 1), (victims[1], 1), (new, 2)):
+                self._check_after(place, key, [None, value_of(key, version, nbytes)], f"eviction at {point}")
+
     @needs("persistent")
     def test_what_killed_writers_leave_behind_is_swept(self) -> None:
         """A temporary file for each crash fills a disk slowly, and outside every count of used bytes."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 from lmcache_core.errors import NotSupported
-from lmcache_core.storage.contract import Call, Status
+from lmcache_core.storage.contract import Call, Capabilities, Status
+from lmcache_core_conformance.bench import uneven_cuts
 from lmcache_core_conformance.driver import Buffer, RecordingCall, Want, item_for
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, PART, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, check
+
+_NO_PROMISES = ("medium", "range_min", "stat_cost_s", "devices")
+"""Capabilities that describe the others, and the one whose values count."""
 
 
 class Honesty(Group):
@@ -155,6 +160,35 @@ class Honesty(Group):
         absent = store.get_many([Want(key_named("absent"), (step,), offset=0)])[0]
         check(absent.status is Status.MISS, f"a range of an absent key: {absent.status.name}")
 
+    @needs("ranged")
+    def test_ranges_in_pieces_mix_with_whole_values_in_a_batch(self) -> None:
+        """A prefix is read layer by layer over many chunks at once, each range into several places."""
+        store, step = self.bench.open(), max(self.bench.capabilities.range_min, PAGE)
+        values = [(key, value_of(key, 1, self.bench.fit(9))) for key, _ in self.some_values(self._few())]
+        for key, value in values:
+            self.put(store, key, value)
+        wants, due = [], []
+        for n, (key, value) in enumerate(values):
+            if n % 2 == 0 or 3 * step > len(value):
+                wants.append(Want(key, tuple(uneven_cuts(len(value), 2))))
+                due.append(value)
+            else:
+                wants.append(Want(key, (step, step), offset=step))
+                due.append(value[step : 3 * step])
+        for n, (got, content) in enumerate(zip(store.get_many(wants), due, strict=True)):
+            self.check_value(got, content, f"item {n} of a batch of ranges and whole values")
+
+    def test_every_declared_capability_is_exercised(self) -> None:
+        """What is declared and never tried is a promise that the first user tests in production."""
+        from lmcache_core_conformance.suite import PROPERTIES
+
+        offered, exercised = self.bench.capabilities, {name for prop in PROPERTIES for name in prop.needs}
+        promises = [field.name for field in fields(Capabilities) if field.name not in _NO_PROMISES]
+        untried = sorted(name for name in promises if getattr(offered, name) and name not in exercised)
+        check(not untried, f"capabilities {', '.join(untried)} are declared, and no property exercises them")
+        foreign = sorted(offered.devices - {"cpu"})
+        check(not foreign, f"devices {', '.join(foreign)} are declared; only host memory is exercised here")
+
     def test_stats_count_what_is_stored(self) -> None:
         """Operators size tiers by these figures; a counter that rises while writes fail hides an outage."""
         store, values = self.bench.open(), self.some_values(5)
@@ -167,6 +201,9 @@ class Honesty(Group):
         if self.bench.capabilities.delete:
             store.delete_many([key for key, _ in values])
             check(store.stats().entries == 0, f"all is deleted, stats counts {store.stats().entries}")
+
+    def _few(self) -> int:
+        return min(5, self.bench.capabilities.max_batch or 5)
 
 
 def _discard(result: object) -> None:

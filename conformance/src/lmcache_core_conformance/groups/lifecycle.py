@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lmcache_core.errors import LMCacheError
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage import Operation
 from lmcache_core.storage.contract import Status
 from lmcache_core_conformance.bench import Bench
+from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.properties import Group
-from lmcache_core_conformance.values import key_named, value_of
+from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
+
+_SERVED = 2
+"""The exit status of a forked child that was not refused."""
 
 
 class Lifecycle(Group):
@@ -110,6 +118,24 @@ class Lifecycle(Group):
             files = [path.name for path in place.directory.rglob("*") if path.is_file()]
             check(not files, f"a store that isn't persistent leaves {len(files)} files: {sorted(files)[:5]}")
 
+    def test_a_forked_child_is_refused_and_leaves_its_parent_alone(self) -> None:
+        """Engines fork workers: a child that uses, or just closes, its parent's connection breaks both."""
+        core, keys = self.bench.open_core(), [key_named(f"before the fork {n}") for n in range(2)]
+        frames = [sealed_frame(key, 1, (PAGE, PAGE)) for key in keys]
+        for key, frame in zip(keys, frames, strict=True):
+            core.put(key, frame)
+        child = os.fork()
+        if child == 0:
+            os._exit(_life_of_a_child(core, keys[0], self.bench.harness.slack_s))
+        code = _wait_for_child(child, 4 * self.bench.harness.slack_s)
+        check(code != _SERVED, "a forked child was not refused")
+        check(code == 0, f"a forked child ended with {code}: it hung, or close raised in it")
+        for key, frame in zip(keys, frames, strict=True):
+            outcome, value = core.get(key, len(frame))
+            whole = outcome.status is Status.OK and value == frame
+            check(whole, f"after a fork, the parent's get: {outcome.status.name} ({outcome.error})")
+        core.put(keys[0], sealed_frame(keys[0], 2, (PAGE, PAGE)))
+
     def test_stores_in_different_places_are_independent(self) -> None:
         """State kept by a class or module leaks one tier's values into another's, and past a close."""
         first, second = self.bench.open(), self.bench.open()
@@ -151,6 +177,29 @@ class _Leftovers:
 
     def _list_files(self) -> set[str]:
         return set() if self._directory is None else {str(path) for path in self._directory.rglob("*")}
+
+
+def _life_of_a_child(core: Core, key: StorageKey, patience_s: float) -> int:
+    """What a forked child does before it ends: its exit status."""
+    try:
+        job = core.submit(Operation.GET, [key], view_nbytes=4 * PAGE)
+        refused = job.wait_settled(patience_s) and job.outcomes[0].status is Status.FAILED
+        core.backend.close()
+    except BaseException:  # noqa: BLE001 (told to the parent by the status)
+        return 1
+    return 0 if refused else _SERVED
+
+
+def _wait_for_child(child: int, timeout_s: float) -> int:
+    """The child's exit status; it is killed when it takes longer."""
+    until, pause = time.monotonic() + timeout_s, threading.Event()
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        pause.wait(0.002)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _descriptors() -> dict[int, str]:

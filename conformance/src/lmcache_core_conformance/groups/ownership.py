@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage import Operation
 from lmcache_core.storage.contract import Call, Item, Outcome, Status
 from lmcache_core_conformance.driver import Buffer, Store, Want, item_for
 from lmcache_core_conformance.properties import Group
-from lmcache_core_conformance.values import PAGE, key_named, value_of
+from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value_of
 from lmcache_core_conformance.verdicts import check
 
 Method = Callable[[Sequence[Item], Call], None]
@@ -112,6 +113,32 @@ class Ownership(Group):
             stats.leases == 0 and stats.holds == 0 and stats.lost_leases == 0,
             f"after close: {stats.leases} leases, {stats.holds} holds, {stats.lost_leases} leases lost",
         )
+
+    def test_all_memory_is_back_after_a_workload_through_the_core(self) -> None:
+        """What an executor never gets back stays quarantined: after enough of it, nothing can be loaded."""
+        core = self.bench.open_core()
+        keys = [key_named(f"workload {n}") for n in range(min(4, self.bench.capabilities.max_batch or 4))]
+        frames = [sealed_frame(key, 1, (PAGE, PAGE)) for key in keys]
+        view_nbytes = len(frames[0])
+        absent = [key_named(f"absent {n}") for n in range(len(keys))]
+        jobs = [
+            core.run(Operation.PUT, keys, frames=frames),
+            core.run(Operation.GET, keys, view_nbytes=view_nbytes),
+            core.run(Operation.GET, [*keys[1:], absent[0]], view_nbytes=view_nbytes),
+            core.run(Operation.GET, keys, view_nbytes=PAGE),
+            core.run(Operation.STAT, [*absent[1:], keys[0]]),
+        ]
+        if self.bench.capabilities.delete:
+            jobs.append(core.run(Operation.DELETE, [keys[0], *absent[1:]]))
+        faults = [fault for job in jobs for fault in job.faults]
+        check(not faults, "; ".join(faults))
+        for index, frame in enumerate(frames):
+            check(jobs[1].values.get(index) == frame, f"item {index} did not come back through the core")
+        counters = core.executor.stats().counters
+        for what in ("contract_breaches", "repeated_settlements", "late_results"):
+            check(not counters.get(what), f"the core counted {counters.get(what)} {what.replace('_', ' ')}")
+        leases = core.pool.stats().leases
+        check(not leases, f"{leases} leases on the core's pool are left while nothing runs")
 
     def _fail_a_few(self, store: Store, key: StorageKey) -> None:
         absent = key_named("absent")

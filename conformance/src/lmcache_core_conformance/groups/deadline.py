@@ -1,0 +1,239 @@
+"""Deadline and cancellation: nobody waits longer than asked, and no memory is let go too early."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from lmcache_core.errors import BackendClosed, DeadlineExceeded
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage import Operation
+from lmcache_core.storage.contract import Outcome, Status
+from lmcache_core_conformance.behind import Fault
+from lmcache_core_conformance.core import Core, FrameJob
+from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.timing import Running, deadline_of, in_time
+from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value_of
+from lmcache_core_conformance.verdicts import check
+
+T = TypeVar("T")
+_NO_SERVER = "there is no server that could keep a call waiting"
+
+
+class Deadline(Group):
+    group = "deadline"
+
+    def test_an_expired_call_changes_nothing(self) -> None:
+        """Work that nobody waits for any more takes the place of work that somebody does."""
+        store = self.bench.open()
+        key, absent = key_named("expired"), key_named("never in time")
+        value = value_of(key, 1, 2 * PAGE)
+        self.put(store, key, value)
+        with deadline_of(store, -1.0):
+            self._is_late(store.put(absent, value), "put")
+            self._is_late(store.get(key, len(value)).outcome, "get")
+            if self.bench.capabilities.delete:
+                self._is_late(store.delete(key), "delete")
+        self.lacks(store, absent, len(value), "a key whose put came too late")
+        self.holds(store, key, value, "a value after calls that came too late")
+
+    def test_an_expired_call_asks_the_store_nothing(self) -> None:
+        """A store in trouble is made worse by requests whose answers nobody will read."""
+        self.bench.require_medium("network", why="there is no server to be asked")
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("expired")
+        self.put(store, key, value_of(key, 1, PAGE))
+        before = self.bench.harness.num_requests(place.directory)
+        with deadline_of(store, -1.0):
+            store.put(key, value_of(key, 2, PAGE))
+            store.get(key, PAGE)
+            store.stat(key)
+        asked = self.bench.harness.num_requests(place.directory) - before
+        check(asked == 0, f"{asked} requests were sent for calls whose deadline had passed")
+
+    def test_a_stalled_store_holds_no_call_beyond_its_deadline(self) -> None:
+        """A store that takes requests and never answers is the usual outage: each wait needs its bound."""
+        self.bench.require_medium("network", why=_NO_SERVER)
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("stalled")
+        value = value_of(key, 1, 2 * PAGE)
+        self.put(store, key, value)
+        calls: dict[str, Callable[[], Outcome]] = {
+            "get": lambda: store.get(key, len(value)).outcome,
+            "put": lambda: store.put(key_named("other"), value),
+        }
+        if self.bench.capabilities.shared:  # else it may know what it stored without asking
+            calls["stat"] = lambda: store.stat(key)
+        with deadline_of(store, self.bench.harness.stalled_deadline_s):
+            for name, call in calls.items():
+                with self.bench.harness.faulty(place.directory, Fault.STALLED):
+                    outcome = self._in_time(f"{name} of a stalled store", call)
+                    check(
+                        outcome.status is Status.FAILED, f"{name} of a stalled store: {outcome.status.name}"
+                    )
+                    check(
+                        outcome.error is not None and outcome.error.retryable,
+                        f"{name} of a stalled store failed with {outcome.error!r}, which is not retryable",
+                    )
+        self.holds(store, key, value, "a value after its store had stalled")
+
+    def test_a_trickling_answer_does_not_stretch_the_deadline(self) -> None:
+        """A time-out for each read is none for the call: a byte now and then keeps it alive for hours."""
+        self.bench.require_medium("network", why=_NO_SERVER)
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("trickling")
+        value = value_of(key, 1, self.bench.fit(16))
+        self.put(store, key, value)
+        with (
+            self.bench.harness.faulty(place.directory, Fault.TRICKLING),
+            deadline_of(store, self.bench.harness.stalled_deadline_s),
+        ):
+            got = self._in_time("get of a trickling value", lambda: store.get(key, len(value)))
+            check(got.status is Status.FAILED, f"get of a trickling value: {got.status.name}")
+        self.holds(store, key, value, "a value after it had trickled")
+
+    def test_close_wakes_a_call_that_waits(self) -> None:
+        """An engine that shuts down must not wait for the slowest of its stores."""
+        self.bench.require_medium("network", why=_NO_SERVER)
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("woken")
+        self.put(store, key, value_of(key, 1, PAGE))
+        with self.bench.harness.faulty(place.directory, Fault.STALLED):
+            waiting = Running(lambda: store.get(key, PAGE))
+            waiting.wait_until_it_waits(self.bench.harness.slack_s)
+            self._in_time("close", store.backend.close)
+            ended = waiting.ended.wait(self.bench.harness.slack_s)
+        waiting.ended.wait(self.bench.harness.deadline_s)
+        check(ended, "a call went on waiting after close")
+
+    def test_close_does_not_wait_for_a_stalled_call(self) -> None:
+        """A disk that hangs may hang for ever: closing its tier must not hang with it."""
+        self.bench.require_medium("network", "file", why="nothing behind it can stall")
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("left behind")
+        self.put(store, key, value_of(key, 1, PAGE))
+        with self.bench.harness.faulty(place.directory, Fault.STALLED):
+            running = Running(lambda: store.get(key, PAGE))
+            running.wait_until_it_waits(self.bench.harness.slack_s)
+            self._in_time("close", store.backend.close)
+        check(running.ended.wait(self.bench.harness.deadline_s), "a call did not end with the stall")
+
+    def test_the_memory_of_a_late_read_is_kept_until_the_backend_lets_go(self) -> None:
+        """Memory given to the next request while a read is still under way receives that read's bytes."""
+        core, job = self._late(Operation.GET, key_named("late read"))
+        check(job.outcomes[0].status is not Status.OK, "a get of a stalled store ended OK")
+        core.check_untouched(job)
+
+    def test_a_put_that_lands_late_tells_the_truth(self) -> None:
+        """The index is corrected by it: OK for what isn't there is a hit that never comes."""
+        key = key_named("late write")
+        core, job = self._late(Operation.PUT, key)
+        ends = [job.landings.get(0), job.outcomes[0]]
+        outcome, value = core.get(key, len(_frame(key, 2)))
+        old, new = _frame(key, 1), _frame(key, 2)
+        check(outcome.status is Status.OK and value in (old, new), "a late put left neither old nor new")
+        if any(end is not None and end.status is Status.OK for end in ends):
+            check(value == new, "a late put said OK, and the old value is still there")
+
+    def test_the_driver_retries_nothing(self) -> None:
+        """The core decides what is repeated: retries inside a driver multiply load and break deadlines."""
+        self.bench.require_medium("network", why="there is no server to be asked again")
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("once")
+        value = value_of(key, 1, self.bench.fit(16))
+        self.put(store, key, value)
+        calls: dict[str, Callable[[], Outcome]] = {
+            "get": lambda: store.get(key, len(value)).outcome,
+            "put": lambda: store.put(key, value),
+        }
+        for name, call in calls.items():
+            with self.bench.harness.faulty(place.directory, Fault.RESET):
+                before = self.bench.harness.num_requests(place.directory)
+                outcome = call()
+                asked = self.bench.harness.num_requests(place.directory) - before
+            check(outcome.status is Status.FAILED, f"{name} over a reset connection: {outcome.status.name}")
+            check(asked <= 1, f"one {name} of one value was sent {asked} times")
+            store.get(key, len(value))  # takes the broken connection's place
+
+    def test_closing_through_the_core_is_quick_and_final(self) -> None:
+        """Shutdown has a deadline of its own; a store that is idle must not use it up."""
+        core, key = self.bench.open_core(), key_named("closed")
+        core.put(key, _frame(key, 1))
+        self._in_time("closing an idle store", core.close)
+        job = core.submit(Operation.STAT, [key])
+        check(isinstance(job.outcomes[0].error, BackendClosed), "a call after close was not refused")
+
+    @needs("asynchronous")
+    def test_an_asynchronous_call_returns_before_its_items_are_settled(self) -> None:
+        """The core gives such a backend one thread for many calls: one that waits in it stops them all."""
+        store, key = self.bench.open(), key_named("asynchronous")
+        returned = threading.Event()
+        after: list[bool] = []
+        store.before_settling = lambda: after.append(returned.wait(self.bench.harness.slack_s))
+        store.after_method = returned.set
+        outcome = store.put(key, value_of(key, 1, PAGE))
+        check(outcome.status is Status.OK, f"put: {outcome.status.name} ({outcome.error})")
+        check(all(after), "the method returned only after its item was settled")
+
+    @needs("asynchronous")
+    def test_close_settles_what_is_under_way(self) -> None:
+        """An item that is never settled keeps its memory for ever."""
+        store, keys = self.bench.open(), [key_named(f"under way {n}") for n in range(8)]
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            go_on.wait(self.bench.harness.slack_s)
+
+        store.before_settling = hold
+        with deadline_of(store, self.bench.harness.slack_s):
+            running = Running(lambda: store.put_many([(key, value_of(key, 1, PAGE)) for key in keys]))
+            held.wait(self.bench.harness.slack_s)
+            closing = Running(store.backend.close)
+            go_on.set()
+            running.ended.wait(self.bench.harness.deadline_s)
+        check(closing.ended.wait(self.bench.harness.slack_s), "close went on waiting")
+        left = store.calls[-1].unsettled_at_return
+        check(not left, f"items {left} were under way at close and were never settled")
+
+    # -- what these properties share -------------------------------------------------------------
+
+    def _late(self, operation: Operation, key: StorageKey) -> tuple[Core, FrameJob]:
+        """A job that a stalled store held up past its deadline, once the backend has let go of it."""
+        self.bench.require_medium("network", "file", why="nothing behind it can stall")
+        harness, place = self.bench.harness, self.bench.place()
+        core, beside = self.bench.open_core(place), key_named("beside")
+        core.put(key, _frame(key, 1))
+        core.put(beside, _frame(beside, 1))
+        frames = [_frame(key, 2)] if operation is Operation.PUT else []
+        with harness.faulty(place.directory, Fault.STALLED):
+            job = core.submit(
+                operation,
+                [key],
+                frames=frames,
+                view_nbytes=len(_frame(key, 1)),
+                deadline_s=harness.stalled_deadline_s,
+                keep_memory=True,
+            )
+            in_time = job.wait_settled(harness.stalled_deadline_s + harness.slack_s)
+            check(in_time, f"a {operation.value} of a stalled store was not settled at its deadline")
+        check(job.wait_finished(harness.deadline_s), f"a late {operation.value} never let go of its memory")
+        outcome, _ = core.get(beside, len(_frame(beside, 1)))
+        check(outcome.status is Status.OK, f"another get after the stall: {outcome.status.name}")
+        check(not job.faults, "; ".join(job.faults))
+        return core, job
+
+    def _in_time(self, what: str, call: Callable[[], T]) -> T:
+        """The result of a call that waits for the stalled deadline at most."""
+        return in_time(what, call, self.bench.harness.stalled_deadline_s + self.bench.harness.slack_s)
+
+    def _is_late(self, outcome: Outcome, name: str) -> None:
+        check(
+            outcome.status is Status.FAILED and isinstance(outcome.error, DeadlineExceeded),
+            f"{name} after its deadline ended {outcome.status.name} ({outcome.error!r})",
+        )
+
+
+def _frame(key: StorageKey, version: int) -> bytes:
+    return sealed_frame(key, version, (PAGE, PAGE))

@@ -1,0 +1,230 @@
+"""Faults: what is wrong with a store is said as it is, at once, and passes when it passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from lmcache_core.errors import ConfigError, LMCacheError, NotSupported, PermissionDenied
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.memory import Lease
+from lmcache_core.storage.contract import Outcome, Status
+from lmcache_core_conformance.behind import Fault
+from lmcache_core_conformance.bench import Place
+from lmcache_core_conformance.driver import RecordingCall, Store
+from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.timing import in_time
+from lmcache_core_conformance.values import PAGE, key_named, value_of
+from lmcache_core_conformance.verdicts import NotApplicable, check
+
+T = TypeVar("T")
+_NO_SERVER = "there is no server and no connection"
+_TRIES = 3
+
+
+class Faults(Group):
+    group = "faults"
+
+    def test_a_dead_server_is_a_failure_and_never_a_miss(self) -> None:
+        """A miss says "compute it and store it": a dead node makes the whole fleet do so."""
+        self.bench.require_medium("network", why=_NO_SERVER)
+        store, place, key, value = self._stored()
+        with self.bench.harness.faulty(place.directory, Fault.KILLED):
+            self._fails_retryably("get", lambda: store.get(key, len(value)).outcome)
+            self._fails_retryably("put", lambda: store.put(key_named("new"), value))
+            self._fails_retryably("get of an absent key", lambda: store.get(key_named("x"), PAGE).outcome)
+            if self.bench.capabilities.shared:
+                self._fails_retryably("stat", lambda: store.stat(key))
+
+    def test_a_server_that_comes_back_is_used_again(self) -> None:
+        """Servers restart: a client that keeps its dead connection is down until the engine restarts, too."""
+        self.bench.require_medium("network", why=_NO_SERVER)
+        store, place, key, value = self._stored()
+        with self.bench.harness.faulty(place.directory, Fault.KILLED):
+            self._in_slack("get", lambda: store.get(key, len(value)))
+        self._recovers(store, key, value)
+
+    def test_a_connection_reset_inside_a_value_is_a_failure_that_passes(self) -> None:
+        """Half a value is no value: whatever was received, the item failed, and the next one is whole."""
+        self.bench.require_medium("network", why=_NO_SERVER)
+        store, place, key, value = self._stored(16)
+        with self.bench.harness.faulty(place.directory, Fault.RESET):
+            self._fails_retryably("get", lambda: store.get(key, len(value)).outcome)
+            new = value_of(key, 2, len(value))
+            outcome = self._in_slack("put", lambda: store.put(key, new))
+            check(outcome.status is Status.FAILED, f"put over a reset connection: {outcome.status.name}")
+        store.get(key, PAGE)  # finds out that the connection is broken, where it was kept
+        got = store.get(key, len(value))
+        whole = got.value in (value, new)
+        check(whole, f"after a put that was cut off: {got.status.name}, neither old nor new")
+        self._recovers(store, key, value)
+
+    def test_a_half_closed_connection_is_noticed_at_once(self) -> None:
+        """The peer's end of file is an answer: who reads on spins, or waits for the deadline each time."""
+        self.bench.require_medium("network", why=_NO_SERVER)
+        store, place, key, value = self._stored(16)
+        with self.bench.harness.faulty(place.directory, Fault.HALF_CLOSED):
+            self._fails_retryably("get", lambda: store.get(key, len(value)).outcome)
+        self._recovers(store, key, value)
+
+    def test_a_full_medium_is_full_and_loses_nothing(self) -> None:
+        """Disks fill although our own count says there is room: that must cost new values, not old ones."""
+        store, place, key, value = self._stored()
+        new = key_named("no room")
+        with self._no_room(store, place):
+            for other, what in ((new, "a new value"), (key, "an overwrite")):
+                outcome = store.put(other, value_of(other, 2, 2 * PAGE))
+                check(outcome.status is Status.FULL, f"put of {what} without room: {outcome.status.name}")
+            self.holds(store, key, value, "a value while the medium is full")
+            self.lacks(store, new, 2 * PAGE, "a value that found no room")
+        self._recovers(store, key, value)
+
+    def test_a_read_only_medium_refuses_writes_and_serves_reads(self) -> None:
+        """Rights change under a running system: what can still be read must be, and the rest be named."""
+        self.bench.require_medium("network", "file", why="memory has no access rules")
+        store, place, key, value = self._stored()
+        with self.bench.harness.faulty(place.directory, Fault.READ_ONLY):
+            self.refused(self._in_slack("put", lambda: store.put(key, value_of(key, 2, PAGE))), "put")
+            if self.bench.capabilities.delete:
+                self.refused(self._in_slack("delete", lambda: store.delete(key)), "delete")
+            self.holds(store, key, value, "a value of a store that became read-only")
+        self._recovers(store, key, value)
+
+    def test_opening_without_the_right_to_write_says_so(self) -> None:
+        """A tier that opens and then refuses every store reports healthy while nothing is ever cached."""
+        self.bench.require_medium("network", "file", why="memory has no access rules")
+        place = self.bench.place()
+        self.bench.open(place).close()
+        with self.bench.harness.faulty(place.directory, Fault.READ_ONLY):
+            error = self._open_error(place)
+        check(error is not None, "a store that refuses every write was opened")
+        typed = isinstance(error, PermissionDenied | ConfigError)
+        check(typed, f"opening a read-only store gave {error!r}, due is PermissionDenied or ConfigError")
+        key = key_named("after")
+        store = self.bench.open(place)
+        self.put(store, key, value_of(key, 1, PAGE))
+
+    @needs("authenticated")
+    def test_wrong_credentials_are_refused_when_opening(self) -> None:
+        """A wrong password found out at the first store, hours later, is a cache that never was there."""
+        place = self.bench.place()
+        wrong = self.bench.harness.wrong_credentials(place.directory)
+        backend = self.bench.harness.build(wrong)
+        host = self.bench.host(backend)
+        try:
+            error = _error_of(lambda: backend.open(host))
+        finally:
+            backend.close()
+            host.close()
+        check(error is not None, "a backend was opened with wrong credentials")
+        refused = isinstance(error, PermissionDenied)
+        check(refused, f"wrong credentials gave {error!r}, due is PermissionDenied")
+
+    @needs("authenticated")
+    def test_rights_narrower_than_declared_are_told_when_opening(self) -> None:
+        """An account that may not delete is found out when the tier is full, unless open says so."""
+        place = self.bench.place()
+        narrower = self.bench.harness.narrower_credentials(place.directory)
+        backend = self.bench.harness.build(narrower)
+        host = self.bench.host(backend)
+        opened = None
+        try:
+            error = _error_of(lambda: backend.open(host))
+            if error is not None:
+                check(isinstance(error, PermissionDenied), f"narrower rights gave {error!r} when opening")
+                return
+            backend.close()
+            backend = self.bench.harness.build(narrower)
+            opened = backend.open(host) or backend.capabilities
+            store = Store(backend, host, opened, narrower)
+            key = key_named("narrower")
+            self.put(store, key, value_of(key, 1, PAGE))
+            if opened.scan:
+                check(_error_of(lambda: store.scan()) is None, "scan is in force after open, and is refused")
+            if opened.delete:
+                deleted = store.delete(key)
+                check(deleted.status is Status.OK, f"delete is in force after open: {deleted.error!r}")
+            else:
+                call = RecordingCall(1, self.bench.harness.deadline_s)
+                refusal = _error_of(lambda: backend.delete_many([key], call))
+                seen = refusal or next((o.error for o in call.outcomes), None)
+                typed = isinstance(seen, PermissionDenied | NotSupported)
+                check(typed, f"delete was narrowed away and gives {seen!r}")
+        finally:
+            backend.close()
+            host.close()
+
+    # -- what these properties share -------------------------------------------------------------
+
+    def refused(self, outcome: Outcome, what: str) -> None:
+        """Checks that an access rule was named, and that it is not one to try again."""
+        denied = outcome.status is Status.FAILED and isinstance(outcome.error, PermissionDenied)
+        check(denied, f"{what} on a read-only medium: {outcome.status.name} ({outcome.error!r})")
+        check(
+            outcome.error is not None and not outcome.error.retryable, f"a refused {what} is called retryable"
+        )
+
+    @contextmanager
+    def _no_room(self, store: Store, place: Place) -> Iterator[None]:
+        """While inside, the medium has no room; of a memory tier, the pool has none."""
+        if self.bench.capabilities.medium != "memory":
+            with self.bench.harness.faulty(place.directory, Fault.FULL):
+                yield
+            return
+        pool = store.host.pool_if_used
+        if pool is None:
+            raise NotApplicable("capability medium is memory, and the backend takes none of the pool's")
+        taken: list[Lease] = []
+        try:
+            for nbytes in (1 << 20, 16 * PAGE, 2 * PAGE, PAGE):
+                while (lease := pool.try_allocate(nbytes, owner="conformance")) is not None:
+                    taken.append(lease)
+            yield
+        finally:
+            for lease in taken:
+                lease.release()
+
+    def _stored(self, pages: int = 2) -> tuple[Store, Place, StorageKey, bytes]:
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("stored before")
+        value = value_of(key, 1, self.bench.fit(pages))
+        self.put(store, key, value)
+        return store, place, key, value
+
+    def _in_slack(self, what: str, call: Callable[[], T]) -> T:
+        return in_time(what, call, self.bench.harness.slack_s)
+
+    def _fails_retryably(self, what: str, call: Callable[[], Outcome]) -> None:
+        outcome = self._in_slack(what, call)
+        check(outcome.status is Status.FAILED, f"{what}: {outcome.status.name}, due is FAILED")
+        retryable = outcome.error is not None and outcome.error.retryable
+        check(retryable, f"{what} failed with {outcome.error!r}, which is not retryable")
+
+    def _recovers(self, store: Store, key: StorageKey, value: bytes) -> None:
+        """Checks that puts and gets work again, after a few tries at most, without opening anew."""
+        seen: list[str] = []
+        for _ in range(_TRIES):
+            outcome = self._in_slack("put after the fault", lambda: store.put(key, value))
+            if outcome.status is Status.OK:
+                self.holds(store, key, value, "a value put after the fault had passed")
+                return
+            seen.append(f"{outcome.status.name} ({outcome.error})")
+        check(False, f"after the fault had passed, puts ended {'; '.join(seen)}")
+
+    def _open_error(self, place: Place) -> Exception | None:
+        backend = self.bench.build(place)
+        host = self.bench.host(backend)
+        try:
+            return _error_of(lambda: backend.open(host))
+        finally:
+            backend.close()
+            host.close()
+
+
+def _error_of(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except LMCacheError as error:
+        return error.with_traceback(None)
+    return None

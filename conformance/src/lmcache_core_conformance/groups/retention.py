@@ -1,0 +1,189 @@
+"""Retention: what leaves the store without the core, what must stay, and what the core is told of it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import Status
+from lmcache_core_conformance.bench import Place
+from lmcache_core_conformance.driver import RecordingCall, Store
+from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.values import PAGE, key_named, value_of
+from lmcache_core_conformance.verdicts import NotApplicable, Unproven, check
+
+_VALUES_TO_FILL = 32
+_ROUNDS = 4
+_TTL_S = 0.05
+_LONG_TTL_S = 600.0
+_NOBODY_ELSE = "nothing leaves it behind the backend's back but by the pool, which the resident group covers"
+
+
+class Retention(Group):
+    group = "retention"
+
+    def test_a_value_removed_behind_our_back_is_a_miss(self) -> None:
+        """An answer remembered after the value expired is a hit that never comes, again and again."""
+        self.bench.require_medium("file", "network", why=_NOBODY_ELSE)
+        place = self.bench.place()
+        store, values = self.bench.open(place), self.some_values(3)
+        for key, value in values:
+            self.put(store, key, value)
+            self.holds(store, key, value)
+        gone, length = values[1][0], len(values[1][1])
+        self.bench.harness.raw_delete(place.directory, gone)
+        if self.bench.capabilities.shared or self.bench.capabilities.self_evicting:
+            status = store.stat(gone).status
+            check(status is Status.MISS, f"stat of a value that was removed: {status.name}, due is MISS")
+        got = store.get(gone, length)
+        check(got.status is Status.MISS, f"get of a value that was removed: {got.status.name}, due is MISS")
+        self.lacks(store, gone, length, "a value that was removed")
+        for key, value in (values[0], values[2], (gone, value_of(gone, 2, length))):
+            if key == gone:
+                self.put(store, key, value)
+            self.holds(store, key, value, "a value beside, or after, a removed one")
+
+    @needs("self_evicting")
+    def test_what_the_store_evicts_goes_whole(self) -> None:
+        """A store that evicts parts of values goes on saying yes to values nobody can read any more."""
+        _, store = self._small()
+        values = list(itertools.islice(self._filling(), 2 * _VALUES_TO_FILL))
+        missing = 0
+        for key, value in values:
+            self.put(store, key, value)
+            for known, content in values:
+                stat = store.stat(known)
+                if stat.status is Status.OK:
+                    check(stat.nbytes == len(content), "stat of a value under eviction has another length")
+                if known == key:
+                    break
+        for key, value in values:
+            stat, got = store.stat(key), store.get(key, len(value))
+            if stat.status is Status.OK:
+                self.check_value(got, value, "a value that stat called present")
+            else:
+                missing += 1
+                check(got.status is Status.MISS, f"stat MISS, then get {got.status.name}")
+        self._check_evicted(missing)
+
+    @needs("pin", "self_evicting")
+    def test_a_pinned_value_is_not_evicted(self) -> None:
+        """A pin is what a hit was promised on: broken, the engine waits for KV that never arrives."""
+        _, store = self._small()
+        filling = self._filling()
+        pinned = list(itertools.islice(filling, 3))
+        for key, value in pinned:
+            self.put(store, key, value)
+        call = RecordingCall(len(pinned), store.host.deadline_s)
+        store.backend.pin_many([key for key, _ in pinned], _LONG_TTL_S, call)
+        call.finish(None, wait=store.capabilities.asynchronous)
+        seen = [outcome.status.name for outcome in call.outcomes]
+        check(set(seen) == {"OK"}, f"pin of stored values: {seen}")
+        unpinned = list(itertools.islice(filling, 2 * _VALUES_TO_FILL))
+        for key, value in unpinned:
+            self.put(store, key, value)
+        for key, value in pinned:
+            self.holds(store, key, value, "a pinned value")
+        self._check_evicted(sum(store.stat(key).status is Status.MISS for key, _ in unpinned))
+
+    @needs("pin", "self_evicting")
+    def test_a_pin_ends_with_its_time(self) -> None:
+        """Pins that nobody takes back, from engines long gone, fill a store that can then store nothing."""
+        _, store = self._small()
+        filling = self._filling()
+        key, value = next(filling)
+        self.put(store, key, value)
+        store.call(1, lambda call: store.backend.pin_many([key], _TTL_S, call))
+        threading.Event().wait(2 * _TTL_S)  # real time: the store's own clock counts it
+        for _ in range(_ROUNDS):
+            for other, content in itertools.islice(filling, 2 * _VALUES_TO_FILL):
+                self.put(store, other, content)
+            if store.stat(key).status is Status.MISS:  # not asked more often: being asked for keeps it
+                return
+        check(False, f"a value pinned for {_TTL_S} s was not evicted by {2 * _ROUNDS} times its room")
+
+    @needs("pin")
+    def test_pinning_what_is_absent_is_a_miss(self) -> None:
+        """OK to a pin is taken as proof that the value is there."""
+        store, (key, value) = self.bench.open(), self.some_values(1)[0]
+        self.put(store, key, value)
+        keys = [key_named("never stored"), key]
+        outcomes = store.call(2, lambda call: store.backend.pin_many(keys, 1.0, call))
+        seen = [outcome.status.name for outcome in outcomes]
+        check(seen == ["MISS", "OK"], f"pin of an absent and a stored key ended {seen}")
+
+    def test_each_copy_has_a_higher_token_than_the_one_before(self) -> None:
+        """Events come late: only a token tells that a loss is old news about a copy replaced since."""
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("tokens")
+        tokens: list[int] = []
+
+        def put(version: int) -> None:
+            outcome = store.put(key, value_of(key, version, PAGE))
+            check(outcome.status is Status.OK, f"put: {outcome.status.name}")
+            if outcome.token is None:
+                raise NotApplicable("the backend gives its copies no tokens (Outcome.token is None)")
+            tokens.append(outcome.token)
+
+        put(1)
+        put(2)
+        if self.bench.capabilities.delete:
+            store.delete(key)
+        put(3)
+        if self.bench.capabilities.persistent:
+            store.close()
+            store = self.bench.open(place)
+        put(4)
+        check(tokens == sorted(set(tokens)), f"four copies of one key had the tokens {tokens}")
+        got = store.get(key, PAGE).outcome.token
+        check(got in (None, tokens[-1]), f"get says token {got}, put said {tokens[-1]}")
+        if self.bench.capabilities.scan:
+            listed = [entry.token for entry in store.scan()]
+            check(listed in ([None], tokens[-1:]), f"a scan says tokens {listed}, put said {tokens[-1]}")
+
+    def test_lost_events_in_any_order_never_hide_a_newer_copy(self) -> None:
+        """A loss told late, or of the wrong copy, makes the core forget what is there and store it again."""
+        self.bench.require_medium("file", "network", why=_NOBODY_ELSE)
+        place = self.bench.place()
+        store, (key, value) = self.bench.open(place), self.some_values(1)[0]
+        newest = None
+        for version in range(1, 4):
+            content = value_of(key, version, len(value))
+            newest = store.put(key, content).token
+            if version < 3:
+                self.bench.harness.raw_delete(place.directory, key)
+                store.get(key, len(value))
+        store.get(key, len(value))
+        told = [token for lost, token in store.host.lost_copies if lost == key]
+        if not told and newest is None:
+            raise NotApplicable(
+                "the backend tells no losses and gives no tokens, so there is no order to mix up"
+            )
+        for order in itertools.permutations(told):
+            for token in order:
+                hides = newest is None or token is None or token >= newest
+                check(not hides, f"the loss of copy {token} is told, and copy {newest} is there")
+        self.holds(store, key, value_of(key, 3, len(value)), "the newest copy")
+
+    # -- what these properties share -------------------------------------------------------------
+
+    def _small(self) -> tuple[Place, Store]:
+        """A store that evicts by itself at `small_capacity_bytes`."""
+        place = self.bench.place(small=True)
+        return place, self.bench.open(place, capacity_bytes=self.bench.harness.small_capacity_bytes)
+
+    def _filling(self) -> Iterator[tuple[StorageKey, bytes]]:
+        """Values without end, of which about `_VALUES_TO_FILL` fill a small store."""
+        pages = max(self.bench.harness.small_capacity_bytes // _VALUES_TO_FILL // PAGE, 1)
+        for n in itertools.count():
+            key = key_named(f"filling {n}")
+            yield key, value_of(key, 1, self.bench.fit(pages))
+
+    def _check_evicted(self, missing: int) -> None:
+        if not missing:
+            raise Unproven(
+                "the store evicted nothing: harness hook `small_config` is missing, or small_capacity_bytes "
+                "is less than what such a store keeps"
+            )

@@ -1,0 +1,49 @@
+"""Sharing: several processes use one store, and each sees what the others did."""
+
+from __future__ import annotations
+
+from lmcache_core.storage.contract import Status
+from lmcache_core_conformance.crash import Crasher, Operate
+from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.values import PAGE, key_named, value_of
+from lmcache_core_conformance.verdicts import check
+
+
+class Sharing(Group):
+    group = "sharing"
+
+    @needs("shared")
+    def test_a_value_put_by_another_process_is_seen(self) -> None:
+        """A cache shared by a fleet pays only if what one engine computed is a hit for the next."""
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("from another process")
+        self.lacks(store, key, PAGE, "a key that nobody has stored yet")
+        ended = Crasher(self.bench.harness, place.options).run([], [Operate("put", key, 1, 2 * PAGE)])
+        check(ended.statuses == ("ok",), f"a put in another process ended {ended.statuses}")
+        self.holds(store, key, value_of(key, 1, 2 * PAGE), "a value put by another process")
+        check(store.stat(key).status is Status.OK, "stat of a value put by another process is not OK")
+
+    @needs("shared")
+    def test_an_overwrite_by_another_client_is_seen(self) -> None:
+        """A copy kept on this side after another client replaced the value is an answer about the past."""
+        place = self.bench.place()
+        ours, theirs, key = self.bench.open(place), self.bench.open(place), key_named("replaced")
+        for version in (1, 2, 3):
+            writer, reader = (ours, theirs) if version % 2 else (theirs, ours)
+            value = value_of(key, version, version * PAGE)
+            self.put(writer, key, value)
+            self.holds(reader, key, value, f"version {version}, put by another client")
+            self.holds(writer, key, value, f"version {version}, put by this client")
+
+    @needs("shared", "delete")
+    def test_a_value_deleted_by_another_client_is_a_miss(self) -> None:
+        """Clearing a tenant's data clears it for every engine, also for those that have just read it."""
+        place = self.bench.place()
+        ours, theirs = self.bench.open(place), self.bench.open(place)
+        key, value = self.some_values(1)[0]
+        self.put(ours, key, value)
+        self.holds(theirs, key, value, "a value put by another client")
+        status = theirs.delete(key).status
+        check(status is Status.OK, f"delete of another client's value: {status.name}")
+        for store in (ours, theirs):
+            self.lacks(store, key, len(value), "a value that a client deleted")

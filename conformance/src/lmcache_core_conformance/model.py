@@ -1,0 +1,205 @@
+"""A random life of one store, compared step by step with an oracle that knows nothing of any backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import Outcome, Status
+from lmcache_core_conformance.bench import Bench
+from lmcache_core_conformance.driver import Store, Want
+from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
+from lmcache_core_conformance.verdicts import Unproven, check
+
+_STEPS = 30
+_WHICH = st.integers(0, 5)
+_PAGES = st.sampled_from([1, 2, 3, 5, 9, 0, 0])
+_LARGE_FRACTION = 6
+
+
+def live(bench: Bench) -> None:
+    """Runs `Harness.examples` random lives.
+
+    Raises:
+        Violation: the store said something that the oracle can't explain.
+    """
+
+    class Life(_Life):
+        def __init__(self) -> None:
+            super().__init__(bench)
+
+    run_state_machine_as_test(
+        Life,
+        settings=settings(
+            max_examples=bench.harness.examples,
+            stateful_step_count=_STEPS,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+class _Life(RuleBasedStateMachine):
+    """The oracle is a dictionary: what each key must hold, given what was answered.
+
+    It allows FULL only when the bound is in sight, and in a store that evicts by itself a miss for what
+    was there; then the key stays a miss until it is put again.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__()
+        self.bench = bench
+        self.bound = bench.harness.small_capacity_bytes
+        self.offered = bench.capabilities
+        self.values: dict[StorageKey, bytes] = {}
+        self.version = 0
+        self.may_vanish = self.offered.self_evicting
+        self.can_remove = self.offered.medium != "memory"
+
+    @initialize()
+    def begin(self) -> None:
+        self.place = self.bench.place(small=True)
+        self.store: Store = self.bench.open(self.place, capacity_bytes=self.bound)
+
+    @rule(which=_WHICH, pages=_PAGES)
+    def put(self, which: int, pages: int) -> None:
+        key, value = self._new(which, pages)
+        self._stored(self.store.put(key, value), key, value)
+
+    @rule(first=_WHICH, second=_WHICH, pages=_PAGES)
+    def put_two(self, first: int, second: int, pages: int) -> None:
+        values = [self._new(first, pages), self._new(second, 2)][: self.offered.max_batch]
+        outcomes = self.store.put_many(values)
+        for outcome, (key, value) in zip(outcomes, values, strict=True):
+            self._stored(outcome, key, value)
+
+    @rule(which=_WHICH)
+    def get(self, which: int) -> None:
+        key = self._key(which)
+        self._judge(key, *self._get(key, self._room()))
+
+    @rule(which=_WHICH)
+    def get_into_too_little(self, which: int) -> None:
+        key = self._key(which)
+        value = self.values.get(key, b"")
+        if len(value) > PAGE:
+            outcome, _ = self._get(key, len(value) - PAGE)
+            if not self._vanished(key, outcome):
+                small = outcome.status is Status.TOO_SMALL and outcome.nbytes == len(value)
+                check(small, f"get into too little: {outcome.status.name} with {outcome.nbytes} bytes")
+
+    @rule(which=_WHICH)
+    def stat(self, which: int) -> None:
+        key = self._key(which)
+        outcome, value = self.store.stat(key), self.values.get(key)
+        if value is None:
+            check(outcome.status is Status.MISS, f"stat of an absent key: {outcome.status.name}")
+        elif not self._vanished(key, outcome):
+            known = outcome.status is Status.OK and outcome.nbytes == len(value)
+            check(known, f"stat: {outcome.status.name} with {outcome.nbytes} bytes, due are {len(value)}")
+
+    @precondition(lambda self: self.offered.delete)
+    @rule(which=_WHICH)
+    def delete(self, which: int) -> None:
+        key = self._key(which)
+        outcome = self.store.delete(key)
+        if key in self.values and not self._vanished(key, outcome):
+            check(outcome.status is Status.OK, f"delete of a stored key: {outcome.status.name}")
+            del self.values[key]
+        elif key not in self.values:
+            check(outcome.status is Status.MISS, f"delete of an absent key: {outcome.status.name}")
+
+    @precondition(lambda self: self.offered.scan)
+    @rule()
+    def scan(self) -> None:
+        found = {entry.key: entry.nbytes for entry in self.store.scan(limit=3)}
+        due = {key: len(value) for key, value in self.values.items()}
+        extra = {key for key in found if found[key] != due.get(key)}
+        check(not extra, f"a scan lists {len(extra)} keys that aren't there, or with other lengths")
+        check(self.may_vanish or found == due, f"a scan lists {len(found)} of {len(due)} keys")
+
+    @precondition(lambda self: self.offered.persistent)
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = self.bench.open(self.place, capacity_bytes=self.bound)
+
+    @precondition(lambda self: self.can_remove and self.values)
+    @rule(which=_WHICH)
+    def remove_behind_its_back(self, which: int) -> None:
+        key = sorted(self.values)[which % len(self.values)]
+        try:
+            self.bench.harness.raw_delete(self.place.directory, key)
+        except Unproven:
+            self.can_remove = False  # proved, or not, by the property that needs the hook
+            return
+        length = len(self.values.pop(key))
+        self._judge(key, *self._get(key, length))
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            for which in range(6):
+                self.get(which)
+            used = self.store.stats().used_bytes
+            check(used <= self.bound, f"stats says {used} bytes are used under a bound of {self.bound}")
+            self.store.close()
+
+    # -- the oracle ------------------------------------------------------------------------------
+
+    def _stored(self, outcome: Outcome, key: StorageKey, value: bytes) -> None:
+        if outcome.status is Status.OK:
+            self.values[key] = value
+            return
+        check(outcome.status is Status.FULL, f"put: {outcome.status.name} ({outcome.error})")
+        used = sum(map(len, self.values.values())) + 2 * len(value)
+        check(used > self.bound // 3, f"FULL with {used} bytes of {self.bound} in use")
+
+    def _judge(self, key: StorageKey, outcome: Outcome, seen: bytes) -> None:
+        value = self.values.get(key)
+        if value is None:
+            check(outcome.status is Status.MISS, f"get of an absent key: {outcome.status.name}")
+        elif not self._vanished(key, outcome):
+            check(
+                outcome.status is Status.OK, f"get of a stored key: {outcome.status.name} ({outcome.error})"
+            )
+            check(seen == value, f"get: {difference(value, seen)}")
+
+    def _vanished(self, key: StorageKey, outcome: Outcome) -> bool:
+        """Whether the store evicted the key by itself: from now on it is absent."""
+        vanished = self.may_vanish and outcome.status is Status.MISS
+        if vanished:
+            del self.values[key]
+        return vanished
+
+    # -- what the steps share --------------------------------------------------------------------
+
+    def _get(self, key: StorageKey, nbytes: int) -> tuple[Outcome, bytes]:
+        got = self.store.get_many([Want(key, (nbytes,))])[0]
+        return got.outcome, got.value
+
+    def _new(self, which: int, pages: int) -> tuple[StorageKey, bytes]:
+        """A new version of a key; 0 pages stand for a large value."""
+        self.version += 1
+        key: Any = self._key(which)
+        nbytes = self.bench.fit(pages) if pages else self._room() - PAGE
+        return key, value_of(key, self.version, nbytes)
+
+    def _key(self, which: int) -> StorageKey:
+        return key_named(f"life-{which}")
+
+    def _room(self) -> int:
+        """Views for every value: those of a large one, and a page."""
+        return self.bench.fit(self.bound // _LARGE_FRACTION // PAGE) + PAGE
