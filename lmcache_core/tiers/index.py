@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lmcache_core.events import ChunkAdmitted, ChunkEvicted, Event, EventBus
+from lmcache_core.events import EventBus
 from lmcache_core.frame import FrameHeader
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import Hold
+from lmcache_core.tiers.stream import ResidencyStream
 
 
 class Resident:
@@ -83,7 +84,7 @@ class ResidencyIndex:
         self.tier = tier
         self._capacity = capacity_bytes
         self._pinned = pinned
-        self._events = events
+        self._stream = ResidencyStream(tier, events)
         self._lock = threading.Lock()
         self._entries: dict[StorageKey, Resident] = {}
         self._orders: dict[int, OrderedDict[StorageKey, Resident]] = {}
@@ -93,10 +94,6 @@ class ResidencyIndex:
         self._reserved = 0
         self._leaving = 0  # the part of _reserved that chosen victims still occupy
         self._writing = 0  # the part of _reserved that puts under way occupy, wholly or in part
-        self._sequence = 0
-        self._evicted: Counter[str] = Counter()
-        self._outbox: deque[Event] = deque()
-        self._emitting = threading.Lock()
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -129,8 +126,8 @@ class ResidencyIndex:
                 self._used,
                 self._reserved,
                 self._capacity,
-                self._sequence,
-                dict(self._evicted),
+                self._stream.sequence,
+                self._stream.evictions,
             )
 
     # -- admission -------------------------------------------------------------------------------
@@ -147,7 +144,7 @@ class ResidencyIndex:
             if victims is None:
                 return None
             self._reserved += nbytes
-        self._flush()
+        self._stream.flush()
         return victims
 
     def take_room(self, nbytes: int) -> list[Resident] | None:
@@ -163,7 +160,7 @@ class ResidencyIndex:
                 self._leave(victim)
             self._reserved += nbytes
             self._writing += nbytes
-        self._flush()
+        self._stream.flush()
         return victims
 
     def begin(self, nbytes: int) -> bool:
@@ -197,8 +194,8 @@ class ResidencyIndex:
                 self._leave(victim)
             else:
                 self._restore(victim)
-                self._note_admitted(victim)
-        self._flush()
+                self._stream.admitted(victim.key, victim.stored)
+        self._stream.flush()
 
     def admit(self, entry: Resident, *, reserved: int = 0) -> Resident | None:
         """Makes `entry` visible, its `reserved` bytes, begun, being used now. Returns the copy it replaces.
@@ -213,10 +210,10 @@ class ResidencyIndex:
                 if old.token is not None and entry.token is not None and entry.token < old.token:
                     return entry
                 self._forget(old)
-                self._note_evicted(old, "replaced")
+                self._stream.evicted(old.key, old.stored, "replaced")
             self._insert(entry)
-            self._note_admitted(entry)
-        self._flush()
+            self._stream.admitted(entry.key, entry.stored)
+        self._stream.flush()
         return old
 
     def load(self, entries: Iterable[Resident]) -> None:
@@ -236,8 +233,8 @@ class ResidencyIndex:
                 if old is not None:
                     self._forget(old)
                 self._insert(entry)
-                self._note_admitted(entry)
-        self._flush()
+                self._stream.admitted(entry.key, entry.stored)
+        self._stream.flush()
 
     # -- use and removal -------------------------------------------------------------------------
 
@@ -258,8 +255,8 @@ class ResidencyIndex:
             if token is not None and entry.token is not None and entry.token > token:
                 return None
             self._forget(entry)
-            self._note_evicted(entry, reason)
-        self._flush()
+            self._stream.evicted(entry.key, entry.stored, reason)
+        self._stream.flush()
         return entry
 
     def forget_all(self, reason: str) -> None:
@@ -275,7 +272,7 @@ class ResidencyIndex:
                 if entry is not None and not self._held(entry):
                     self._take(entry, reason)
                     taken.append(entry)
-        self._flush()
+        self._stream.flush()
         return taken
 
     def take_families(self, keys: Sequence[StorageKey]) -> list[Resident]:
@@ -287,7 +284,7 @@ class ResidencyIndex:
                 return []
             for entry in family:
                 self._take(entry, "capacity")
-        self._flush()
+        self._stream.flush()
         return family
 
     def take_copy(self, copy: Resident, reason: str) -> bool:
@@ -296,7 +293,7 @@ class ResidencyIndex:
             here = self._entries.get(copy.key) is copy
             if here:
                 self._take(copy, reason)
-        self._flush()
+        self._stream.flush()
         return here
 
     def take_coldest(self, order_class: int) -> list[Resident]:
@@ -306,7 +303,7 @@ class ResidencyIndex:
             family = self._coldest_family(order_class)
             for entry in family:
                 self._take(entry, "capacity")
-        self._flush()
+        self._stream.flush()
         return family
 
     def coldest_use(self, order_class: int) -> int | None:
@@ -341,7 +338,7 @@ class ResidencyIndex:
             victims.append(victim)
             wanted -= victim.stored
         for victim in victims:
-            self._note_evicted(victim, "capacity")
+            self._stream.evicted(victim.key, victim.stored, "capacity")
         return victims
 
     def _coldest(self) -> Resident | None:
@@ -411,7 +408,7 @@ class ResidencyIndex:
 
     def _take(self, entry: Resident, reason: str) -> None:
         self._hide(entry)
-        self._note_evicted(entry, reason)
+        self._stream.evicted(entry.key, entry.stored, reason)
 
     def _hide(self, entry: Resident) -> None:
         self._forget(entry)
@@ -428,33 +425,3 @@ class ResidencyIndex:
         self._insert(entry)
         entry.last_use = last_use
         self._orders[entry.order_class].move_to_end(entry.key, last=False)
-
-    def _note_admitted(self, entry: Resident) -> None:
-        self._sequence += 1
-        if self._events.watched(ChunkAdmitted):
-            self._outbox.append(
-                ChunkAdmitted(tier=self.tier, key=entry.key, nbytes=entry.stored, sequence=self._sequence)
-            )
-
-    def _note_evicted(self, entry: Resident, reason: str) -> None:
-        self._sequence += 1
-        self._evicted[reason] += 1
-        if self._events.watched(ChunkEvicted):
-            self._outbox.append(
-                ChunkEvicted(
-                    tier=self.tier,
-                    key=entry.key,
-                    nbytes=entry.stored,
-                    sequence=self._sequence,
-                    reason=reason,
-                )
-            )
-
-    def _flush(self) -> None:
-        """Delivers queued events in order: one thread drains for all, none waits."""
-        while self._outbox and self._emitting.acquire(blocking=False):
-            try:
-                while self._outbox:
-                    self._events.emit(self._outbox.popleft())
-            finally:
-                self._emitting.release()
