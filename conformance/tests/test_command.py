@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ from conformance_backends.files import FileBackend
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.errors import BackendUnavailable
 from lmcache_core.registry import BackendSpec, Registry
-from lmcache_core.storage.contract import Capabilities, Host
+from lmcache_core.storage.contract import Call, Capabilities, Host, Item
+from lmcache_core.storage.secret import Secret
 from lmcache_core_conformance import Harness, Verdict, command
 from lmcache_core_conformance.configured import ConfiguredHarness, RunConfig
 from lmcache_core_conformance.report import parse
@@ -40,6 +42,26 @@ class Closed(MemoryBackend):
         raise BackendUnavailable("nobody listens there")
 
 
+class LoginConfig(msgspec.Struct, frozen=True, kw_only=True):
+    password: Secret
+
+
+class TellsItsPassword(MemoryBackend):
+    config_class = LoginConfig  # type: ignore[assignment]
+
+    def __init__(self, config: LoginConfig) -> None:  # type: ignore[override]
+        super().__init__(MemoryBackend.config_class())
+        self.password = config.password.reveal()
+
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        raise BackendUnavailable(f"{self.password} was refused")
+
+
+class ClosedToItsPassword(TellsItsPassword):
+    def open(self, host: Host) -> Capabilities | None:
+        raise BackendUnavailable(f"{self.password} was refused")
+
+
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     registry = Registry()
@@ -49,6 +71,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "file": FileBackend,
         "closed": Closed,
         "slow": ReadsInTinyPieces,
+        "telling": TellsItsPassword,
+        "closed-telling": ClosedToItsPassword,
     }
     for name, backend in backends.items():
         registry.add(BackendSpec(name, f"{backend.__module__}:{backend.__name__}", (1, 0)), backend)
@@ -185,6 +209,16 @@ def test_what_is_not_there_is_one_clear_error_and_exit_code_2(
         result.output.splitlines()[-1]
     ]
     assert "passed" not in result.output
+
+
+@pytest.mark.parametrize(("backend", "exit_code"), [("telling", 1), ("closed-telling", 2)])
+def test_no_secret_is_printed(invoke: SimpleNamespace, tmp_path: Path, backend: str, exit_code: int) -> None:
+    config = tmp_path / "login.yaml"
+    config.write_text("options: {password: correct horse}")
+    result = invoke.run("--backend", backend, "--config", config, "--group", "round-trip")
+    assert result.exit_code == exit_code, result.output
+    assert "*** was refused" in result.output
+    assert "horse" not in result.output
 
 
 def test_comparing_two_reports_says_where_verdicts_differ(

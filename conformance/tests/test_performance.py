@@ -162,3 +162,20 @@ def test_bare_files_give_back_what_was_put(tmp_path: Path) -> None:
         value.release()
         target.release()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_under_pytest_figures_stand_in_the_summary(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from conformance_backends.harness import SmallHarness
+        from conformance_backends.memory import MemoryBackend
+        from lmcache_core_conformance import BackendConformance
+
+        class TestMine(BackendConformance):
+            harness = SmallHarness(MemoryBackend)
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "bare_medium")
+    result.stdout.fnmatch_lines(
+        ["*conformance: performance*", "TestMine: writes of *GB/s*of a plain copy*", "TestMine: reads of *"]
+    )

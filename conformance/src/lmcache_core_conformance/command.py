@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,7 @@ from lmcache_core_conformance.bench import Bench, bounded
 from lmcache_core_conformance.configured import configured_harness, harness_named
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.html import render
+from lmcache_core_conformance.redaction import Redactor
 from lmcache_core_conformance.report import (
     ReportDocument,
     ReportError,
@@ -108,9 +110,13 @@ def run_command(
     harness = _or_cannot_run(lambda: _harness(name, config_file, harness_name))
     harness.directory = directory or harness.directory
     harness.enforce_performance = enforce_performance or harness.enforce_performance
-    _check_that_it_opens(harness, name)
+    redactor = _check_that_it_opens(harness, name)
     console = Console()
-    report = run(harness, groups=groups or None, on_result=lambda result: _show(console, result))
+
+    def show(result: Result) -> None:
+        _show(console, replace(result, reason=redactor.conceal(result.reason)))
+
+    report = run(harness, groups=groups or None, on_result=show)
     _summarise(console, name, report)
     if report_file is not None or html_file is not None:
         document = describe(report, harness, name=name)
@@ -165,21 +171,25 @@ def _harness(name: str, config_file: Path | None, harness_name: str | None) -> H
     return harness
 
 
-def _check_that_it_opens(harness: Harness, name: str) -> None:
-    """One error, instead of the same one for each property.
+def _check_that_it_opens(harness: Harness, name: str) -> Redactor:
+    """One error, instead of the same one for each property. Returns what keeps secrets off the terminal.
 
     Raises:
         CannotRun: its options are refused, or it can't be opened with them.
     """
     bench = Bench(harness)
+    redactor = Redactor(())
     try:
+        redactor = Redactor.of(harness, bench)
         bounded(lambda: bench.require("medium"), harness.limit_s)  # to know any capability, it is opened
+        return redactor
     except ConfigError as error:
         raise CannotRun(
             f"backend {name!r} refuses its options (give them under `options` in --config FILE): {error}"
         ) from error
     except Exception as error:  # recorded boundary: the backend is foreign code
-        raise CannotRun(f"backend {name!r} can't be opened: {type(error).__name__}: {error}") from error
+        message = redactor.conceal(f"{type(error).__name__}: {error}")
+        raise CannotRun(f"backend {name!r} can't be opened: {message}") from error
     finally:
         bench.close()
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _EXCUSES = ("skip", "skipif", "xfail")
 _VERDICT = "conformance_verdict"
+_FIGURE = "conformance_figure"
 _LETTERS = {"unproven": "u", "not applicable": "n"}
 
 
@@ -63,7 +64,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from lmcache_core_conformance.suite import execute
 
     cls, prop = found
-    execute(pyfuncitem.instance, prop, cls.harness)
+    figures = pyfuncitem.user_properties
+    execute(pyfuncitem.instance, prop, cls.harness, lambda figure: figures.append((_FIGURE, str(figure))))
     return True
 
 
@@ -99,7 +101,18 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says once what is unproven or not applicable, and why."""
+    """Says what was measured, and once what is unproven or not applicable, and why."""
+    figures = [
+        f"{report.nodeid.rpartition('::')[0].rpartition('::')[2]}: {text}"
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        for name, text in report.user_properties
+        if name == _FIGURE
+    ]
+    if figures:
+        terminalreporter.section("conformance: performance")
+        for line in figures:
+            terminalreporter.write_line(line)
     for verdict in _LETTERS:
         reasons: dict[str, list[str]] = {}
         for report in terminalreporter.stats.get(verdict, []):

@@ -21,15 +21,15 @@ HIDDEN = "(not shown)"
 _SENSITIVE = re.compile(r"pass|secret|token|credential|key|auth", re.IGNORECASE)
 _LEAST_LENGTH = 4
 """A shorter text isn't taken out: it would stand in unrelated words."""
-_REPLACEMENTS = (
-    (re.compile(r"(\w://)[^/@\s]+@"), r"\1***@"),
+_URL_CREDENTIALS = re.compile(r"(\w://)[^/@\s]+@")
+_PATHS = (
     (re.compile(r"[^\s'\"(]*/conformance-[a-z0-9_]{8}"), "{tmp}"),
     (re.compile(r'File "[^"]*/([^/"]+)"'), r'File "\1"'),
 )
 
 
 class Redactor:
-    """Takes known secrets, credentials in URLs, and the directories of a machine out of a text."""
+    """Takes known secrets and credentials in URLs out of a text; for a report, a machine's paths too."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
         found = {secret for secret in secrets if len(secret) >= _LEAST_LENGTH}
@@ -45,10 +45,16 @@ class Redactor:
             secrets.update(_secrets_in(_parsed(harness.backend.config_class, options)))
         return cls(secrets)
 
-    def clean(self, text: str) -> str:
+    def conceal(self, text: str) -> str:
+        """`text` without secrets: for the terminal, where paths help."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        for pattern, replacement in _REPLACEMENTS:
+        return _URL_CREDENTIALS.sub(r"\1***@", text)
+
+    def clean(self, text: str) -> str:
+        """`text` without secrets and paths: for a report."""
+        text = self.conceal(text)
+        for pattern, replacement in _PATHS:
             text = pattern.sub(replacement, text)
         return text
 
