@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -34,7 +38,10 @@ def check(file: Path, open_tiers: bool) -> None:
     try:
         _check_tiers(config, open_tiers=open_tiers)
     except LMCacheError as error:
-        raise click.ClickException(f"{file}: {error}") from error
+        message = str(error)  # an error about a key begins with the file and the key's line
+        raise click.ClickException(
+            message if message.startswith(str(file)) else f"{file}: {message}"
+        ) from error
     chain = " -> ".join(f"{tier.name} ({tier.backend})" for tier in config.tiers)
     click.echo(f"{file}: ok: {chain}" + (", all opened" if open_tiers else ""))
 
@@ -60,10 +67,24 @@ def _open_tiers(config: CacheConfig, registry: Registry) -> None:
     events = EventBus()
     failures = _Failures()
     events.subscribe(failures)
-    build_chain(config, registry, parts=(), events=events).close(CLOSE_DEADLINE_S)
+    with _told_once():
+        chain = build_chain(config, registry, parts=(), events=events)
+        chain.close(time.monotonic() + CLOSE_DEADLINE_S)
     for position, tier in enumerate(config.tiers):
         if tier.name in failures.reasons:
-            raise ConfigError(f"tiers[{position}]: can't be opened: {failures.reasons[tier.name]}")
+            message = f"can't be opened: {failures.reasons[tier.name]}"
+            raise ConfigError(config.located(("tiers", position), message))
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """Keeps the core's log lines about a tier that is down off the terminal: the command says it itself."""
+    core, silent = logging.getLogger("lmcache_core"), logging.NullHandler()
+    core.addHandler(silent)
+    try:
+        yield
+    finally:
+        core.removeHandler(silent)
 
 
 class _Failures:

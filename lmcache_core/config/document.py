@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from lmcache_core.config.faults import Place, located
+from lmcache_core.config.faults import NOWHERE, Origin, Place
 from lmcache_core.errors import ConfigError
 
 MAX_FILE_BYTES = 256 * 1024
@@ -19,24 +19,25 @@ _NOT_SHOWN = re.compile(r"[^\x20-\x7e]+")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file's top-level mapping, and the line on which each value's key (or list entry) stands."""
+    """A file's top-level mapping, and where each value's key (or list entry) stands."""
 
-    source: str
     value: dict[str, object]
-    lines: dict[Place, int]
+    origin: Origin = NOWHERE
 
 
-def read_document(path: Path) -> Document:
+def read_document(path: Path, *, example: str = "key: value") -> Document:
     """Reads a config file; every fault is one ConfigError that names the file.
+
+    `example` is a line that such a file may hold, for messages.
 
     Raises:
         ConfigError: missing, unreadable, too large, not UTF-8, not YAML, empty, not a mapping; or it
             uses aliases, tags, several documents, duplicate keys or nesting beyond MAX_DEPTH.
     """
-    return parse_document(_read_text(path), str(path))
+    return parse_document(_read_text(path), str(path), example=example)
 
 
-def parse_document(text: str, source: str) -> Document:
+def parse_document(text: str, source: str, *, example: str = "key: value") -> Document:
     """As `read_document`, from text already read."""
     try:
         _refuse_exotic(text, source)
@@ -51,10 +52,10 @@ def parse_document(text: str, source: str) -> Document:
         detail = _NOT_SHOWN.sub(" ", str(error))
         raise ConfigError(f"{source}: not readable as YAML: {detail}") from error
     if value is None:
-        raise ConfigError(f"{source}: the file is empty; a config needs at least `tiers`")
+        raise ConfigError(f"{source}: the file is empty; it must hold a mapping (`{example}`)")
     if not isinstance(value, dict):
-        raise ConfigError(f"{source}: the file must hold a mapping (`tiers: ...`), not {_kind(value)}")
-    return Document(source, value, lines)
+        raise ConfigError(f"{source}: the file must hold a mapping (`{example}`), not {_kind(value)}")
+    return Document(value, Origin(source, lines))
 
 
 def _read_text(path: Path) -> str:
@@ -111,10 +112,10 @@ def _walk(node: yaml.Node, place: Place, lines: dict[Place, int], source: str) -
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                 message = f"{shown} is not a text key; put it in quotes or correct it"
-                raise ConfigError(located(source, place, message, {place: line}))
+                raise ConfigError(Origin(source, {place: line}).located(place, message))
             if key.value in seen:
                 message = f"the key {key.value!r} is here twice, first on line {seen[key.value]}; remove one"
-                raise ConfigError(located(source, place, message, {place: line}))
+                raise ConfigError(Origin(source, {place: line}).located(place, message))
             seen[key.value] = line
             lines[(*place, key.value)] = line
             _walk(value, (*place, key.value), lines, source)

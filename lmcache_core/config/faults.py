@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -18,6 +19,7 @@ Place = tuple[str | int, ...]
 
 _LOCATED = re.compile(r"(?P<fault>.*) - at (?P<key>`key` in )?`(?P<path>\$[^`]*)`", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[\.\.\.\]")
+_OWN_CHECK = re.compile(r"(?P<path>[A-Za-z_]\w*(?:\.\w+|\[\d+\])*): (?P<fault>.*)", re.DOTALL)
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -36,16 +38,29 @@ class Fault(Exception):
         super().__init__(message)
         self.place = place
 
-    def as_error(self, source: str, lines: Mapping[Place, int]) -> ConfigError:
-        """The error a user sees. `lines` gives the line of places that are in a file."""
-        return ConfigError(located(source, self.place, str(self), lines))
+    def as_error(self, origin: Origin) -> ConfigError:
+        """The error a user sees."""
+        return ConfigError(origin.located(self.place, str(self)))
 
 
-def located(source: str, place: Place, message: str, lines: Mapping[Place, int]) -> str:
-    """`file, line 7: tiers[1].options: message`, as much of it as is known."""
-    line = next((lines[place[:n]] for n in range(len(place), -1, -1) if place[:n] in lines), None)
-    head = [f"{source}, line {line}" if source and line is not None else source, spell(place), message]
-    return ": ".join(part for part in head if part)
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a document comes from: its name, empty if it is no file, and the line of each place in it."""
+
+    source: str = ""
+    lines: Mapping[Place, int] = field(default_factory=dict)
+
+    def located(self, place: Place, message: str = "") -> str:
+        """`file, line 7: tiers[1].options: message`, as much of it as is known."""
+        line = next(
+            (self.lines[place[:n]] for n in range(len(place), -1, -1) if place[:n] in self.lines), None
+        )
+        file = f"{self.source}, line {line}" if self.source and line is not None else self.source
+        return ": ".join(part for part in (file, spell(place), message) if part)
+
+
+NOWHERE = Origin()
+"""Of what was no file."""
 
 
 def spell(place: Place) -> str:
@@ -81,7 +96,10 @@ def unknown_key(known: Sequence[str], place: Place, key: str) -> Fault:
 
 
 def explain(error: msgspec.ValidationError, document: object, struct: type[msgspec.Struct]) -> Fault:
-    """The fault behind `error`, which msgspec raised on reading `document` as `struct`."""
+    """The fault behind `error`, which msgspec raised on reading `document` as `struct`.
+
+    The message of a class's own check (`__post_init__`) may begin with the key it is about: `path: …`.
+    """
     text, place, in_key = _split(str(error))
     if in_key:
         return Fault(place, "every key must be text; put it in quotes")
@@ -93,6 +111,11 @@ def explain(error: msgspec.ValidationError, document: object, struct: type[msgsp
     missing = re.fullmatch(r"Object missing required field `(.*)`", text, re.DOTALL)
     if missing:
         return Fault((*place, missing[1]), f"required key is missing; {_ask_for(owner, missing[1])}")
+    own = _OWN_CHECK.fullmatch(text)
+    if own and owner is not None:
+        inner = _steps(f".{own['path']}")
+        if inner[0] in [field.encode_name for field in owner.fields]:
+            return Fault((*place, *inner), own["fault"])
     return Fault(place, _value_fault(text, _value_at(document, place), kind))
 
 
@@ -100,10 +123,12 @@ def _split(message: str) -> tuple[str, Place, bool]:
     match = _LOCATED.fullmatch(message)
     if match is None:
         return message, (), False
-    steps: list[str | int] = []
-    for name, position in _STEP.findall(match["path"]):
-        steps.append(int(position) if position else name or "...")
-    return match["fault"], tuple(steps), match["key"] is not None
+    return match["fault"], _steps(match["path"]), match["key"] is not None
+
+
+def _steps(path: str) -> Place:
+    """The place that msgspec spells as `$.tiers[1].name`."""
+    return tuple(int(position) if position else name or "..." for name, position in _STEP.findall(path))
 
 
 def _ask_for(owner: inspect.StructType | None, name: str) -> str:
@@ -117,6 +142,8 @@ def _value_fault(text: str, value: object, kind: inspect.Type | None) -> str:
     wrong_type = re.fullmatch(r"Expected `([^`]*)`, got `([^`]*)`", text)
     if wrong_type:
         wanted = wrong_type[1].split(" | ")
+        if allowed := choices(kind):
+            return f"expected one of {', '.join(allowed)}, got {shown}"
         expected = " or ".join(_KINDS.get(name, name) for name in wanted)
         return f"expected {expected}, got {shown}{_hint(wanted, value)}"
     if text.startswith("Invalid enum value"):

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from lmcache_core.config.document import Document, read_document
-from lmcache_core.config.faults import Fault, Place, decode_value, explain, unknown_key
+from lmcache_core.config.faults import NOWHERE, Fault, Origin, Place, decode_value, explain, unknown_key
 from lmcache_core.config.schema import CacheConfig
 from lmcache_core.config.types import describe
 from lmcache_core.errors import ConfigError
@@ -27,19 +27,23 @@ def load_config(source: Path | str | Mapping[str, object]) -> CacheConfig:
         ConfigError: the file can't be read or holds something that isn't understood.
     """
     if isinstance(source, Mapping):
-        document = Document("", dict(source), {})
+        document = Document(dict(source))
     else:
         if isinstance(source, str) and "\n" in source:
             raise ConfigError("load_config takes a file's path or a mapping, not the YAML text itself")
-        document = read_document(Path(source))
+        document = read_document(Path(source), example="tiers: ...")
     try:
-        return _convert(document.value, CacheConfig, ())
+        config = _convert(document.value, CacheConfig, ())
     except Fault as fault:
-        raise fault.as_error(document.source, document.lines) from None
+        raise fault.as_error(document.origin) from None
+    config.remember(document.origin)
+    return config
 
 
-def parse_options(config_class: type[S], options: Mapping[str, object], where: str) -> S:
-    """A backend's options as its config class. `where` is their place: `tiers[1].options`.
+def parse_options(
+    config_class: type[S], options: Mapping[str, object], where: str | Place, origin: Origin = NOWHERE
+) -> S:
+    """A backend's options as its config class. `where` is their place, as text or as steps in `origin`.
 
     Unknown keys are refused whether or not the class forbids them.
 
@@ -47,9 +51,9 @@ def parse_options(config_class: type[S], options: Mapping[str, object], where: s
         ConfigError: a key is unknown or missing, or a value isn't what its field takes.
     """
     try:
-        return _convert(options, config_class, (where,))
+        return _convert(options, config_class, (where,) if isinstance(where, str) else where)
     except Fault as fault:
-        raise fault.as_error("", {}) from None
+        raise fault.as_error(origin) from None
 
 
 def _convert(document: Mapping[str, object], struct: type[S], place: Place) -> S:

@@ -8,10 +8,23 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from lmcache_core.config.faults import NOWHERE, Origin, Place
 from lmcache_core.config.types import ByteSize, Duration
 
 TOKENS_PER_TAIL_UNIT = 16
+SMALLEST_FRAME = ByteSize("8KiB")
+"""A page of header and a page of payload: a bound on bytes below it refuses everything."""
+SHORTEST_DEADLINE = Duration("1ms")
 _TIER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+
+
+def _check_least(key: str, value: float, least: float) -> None:
+    """
+    Raises:
+        ValueError: `value` can never work; names the key, as `faults.explain` reads it.
+    """
+    if value < least:
+        raise ValueError(f"{key}: {value} can't work; set at least {least}")
 
 
 class BreakerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,11 +84,13 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if not _TIER_NAME.fullmatch(self.name):
             raise ValueError(
-                f"{self.name!r} is not a tier name; use up to 32 of a-z, 0-9, '_' and '-', "
+                f"name: {self.name!r} is not a tier name; use up to 32 of a-z, 0-9, '_' and '-', "
                 "starting with a letter or digit"
             )
-        if self.deadline <= 0:
-            raise ValueError("deadline must be more than 0")
+        if self.capacity is not None:
+            _check_least("capacity", self.capacity, SMALLEST_FRAME)
+        _check_least("in_flight_bytes", self.in_flight_bytes, SMALLEST_FRAME)
+        _check_least("deadline", self.deadline, SHORTEST_DEADLINE)
 
 
 class MemoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,9 +104,12 @@ class MemoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Meta(description="Remember where each lease was taken, to report lost ones. Slow.")
     ] = False
 
+    def __post_init__(self) -> None:
+        _check_least("staging", self.staging, ByteSize(2 * SMALLEST_FRAME))  # one to load, one to store
 
-class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole config file."""
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """A whole config file. It knows where it was read from, so that a later error can name the line."""
 
     tiers: Annotated[
         list[TierConfig], Meta(min_length=1, description="The storage tiers, nearest first; at least one.")
@@ -118,8 +136,23 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory: MemoryConfig = MemoryConfig()
 
     def __post_init__(self) -> None:
-        names: set[str] = set()
-        for tier in self.tiers:
-            if tier.name in names:
-                raise ValueError(f"two tiers are named {tier.name!r}; give each its own name")
-            names.add(tier.name)
+        names: dict[str, int] = {}
+        for position, tier in enumerate(self.tiers):
+            first = names.setdefault(tier.name, position)
+            if first != position:
+                twin = f"tiers[{first}] is named {tier.name!r} too"
+                raise ValueError(f"tiers[{position}].name: {twin}; give each its own name")
+
+    @property
+    def origin(self) -> Origin:
+        """Where it was read from; without a name and lines unless that was a file."""
+        found: Origin = self.__dict__.get("_origin", NOWHERE)
+        return found
+
+    def remember(self, origin: Origin) -> None:
+        """Sets `origin`, which isn't part of the configuration: it is neither compared nor shown."""
+        msgspec.structs.force_setattr(self, "_origin", origin)
+
+    def located(self, place: Place, message: str = "") -> str:
+        """`message` with what it is about before it: `cache.yaml, line 7: tiers[1].options: …`."""
+        return self.origin.located(place, message)

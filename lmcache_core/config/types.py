@@ -22,6 +22,7 @@ _BYTE_UNITS = {
 _SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*", re.ASCII)
 _MAX_BYTES = 2**60
+_MAX_SECONDS = 100 * 365 * 86400.0  # what any wait of the operating system still takes
 
 
 class ByteSize(int):
@@ -68,7 +69,7 @@ class Duration(float):
     4.0
 
     Raises:
-        ValueError: not a number with a known unit, negative or not finite.
+        ValueError: not a number with a known unit, negative, not finite, or above 100 years.
     """
 
     def __new__(cls, value: float | str = 0.0) -> Self:
@@ -78,9 +79,10 @@ class Duration(float):
         for unit, factor in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
             if self and float(self) % factor == 0:
                 return f"{int(self) // factor}{unit}"
-        milliseconds = float(self) * 1e3
-        if self and abs(milliseconds - round(milliseconds)) < 1e-9:
-            return f"{round(milliseconds)}ms"
+        for unit, per_second in (("ms", 1e3), ("us", 1e6)):
+            number = float(self) * per_second
+            if self and abs(number - round(number)) < 1e-9:
+                return f"{round(number)}{unit}"
         return f"{float(self):g}s"
 
     def __repr__(self) -> str:
@@ -101,12 +103,16 @@ def path_from_config(value: object) -> Path:
     """`value` as a path, `~` expanded.
 
     Raises:
-        ValueError: not text, empty, or holding a NUL character.
+        ValueError: not text, empty, or holding a NUL character or a `$`, which nothing here expands.
     """
     if isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError(f"expected a path, got {describe(value)}")
+    if "$" in value:
+        raise ValueError(
+            f"{describe(value)}: environment variables aren't expanded; write the whole path, or begin with ~"
+        )
     try:
         return Path(value).expanduser()
     except RuntimeError as error:
@@ -159,4 +165,6 @@ def _seconds(value: float | str) -> float:
         value = float(match[1]) * factor
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"a duration must be finite and not negative: {value}")
+    if value > _MAX_SECONDS:
+        raise ValueError("a duration above 100 years can't be meant")
     return value

@@ -22,8 +22,10 @@ class Mapping:
         try:
             self.memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"the frame memory of {nbytes} bytes can't be mapped ({error}); configure less memory"
+                f"{nbytes / (1 << 30):.1f} GiB of frame memory can't be mapped ({reason}): lower "
+                "`memory.staging`, or the `capacity` of the tier that keeps frames in memory"
             ) from error
         first = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.memory))
         self.start = -first % HUGE_PAGE

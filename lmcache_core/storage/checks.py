@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 from lmcache_core.errors import BackendError, PluginError
 from lmcache_core.frame import FrameHeader, verify, verify_prefix
 from lmcache_core.identity.keys import PART_DIGEST_CHARS, StorageKey
@@ -17,6 +20,8 @@ _ALLOWED = {
     Operation.SCAN: frozenset({Status.OK, Status.FAILED}),
 }
 _OFFERS = ("delete", "scan", "ranged", "persistent", "authenticated", "pin")
+_FLAGS = (*_OFFERS, "shared", "self_evicting", "asynchronous")
+_MEDIA = ("memory", "file", "network")
 _LIMITS = ("max_value_bytes", "max_batch", "max_in_flight")
 
 
@@ -63,21 +68,54 @@ def narrowed(declared: object, opened: object) -> Capabilities:
     """The capabilities in force after `open`.
 
     Raises:
-        PluginError: either isn't a Capabilities, or `opened` offers more than `declared`.
+        PluginError: either isn't a Capabilities that makes sense, or `opened` offers more than `declared`.
     """
-    if not isinstance(declared, Capabilities):
-        raise PluginError(f"its capabilities are a {type(declared).__name__}")
+    before = checked_capabilities(declared, "its capabilities")
     if opened is None:
-        return declared
-    if not isinstance(opened, Capabilities):
-        raise PluginError(f"open returned a {type(opened).__name__}, not Capabilities or None")
-    wider = [name for name in _OFFERS if getattr(opened, name) and not getattr(declared, name)]
-    wider += [name for name in _LIMITS if _exceeds(getattr(opened, name), getattr(declared, name))]
-    if not opened.devices <= declared.devices:
+        return before
+    now = checked_capabilities(opened, "what open returned")
+    wider = [name for name in _OFFERS if getattr(now, name) and not getattr(before, name)]
+    wider += [name for name in _LIMITS if _exceeds(getattr(now, name), getattr(before, name))]
+    if not now.devices <= before.devices:
         wider.append("devices")
     if wider:
         raise PluginError(f"open returned more than was declared before it: {', '.join(wider)}")
-    return opened
+    return now
+
+
+def checked_capabilities(offers: object, what: str) -> Capabilities:
+    """`offers`, once every field is what it can be. `what` names them in the error.
+
+    Raises:
+        PluginError: it isn't a Capabilities; or names the first field that makes no sense.
+    """
+    if not isinstance(offers, Capabilities):
+        raise PluginError(f"{what}: a {type(offers).__name__}, not Capabilities")
+    for name, wanted, fine in _field_rules(offers):
+        if not fine:
+            raise PluginError(f"{what}: {name} is {getattr(offers, name)!r}, not {wanted}")
+    return offers
+
+
+def _field_rules(offers: Capabilities) -> Iterator[tuple[str, str, bool]]:
+    """Each field with what it must be, in words, and whether it is."""
+    yield "medium", "one of " + ", ".join(map(repr, _MEDIA)), offers.medium in _MEDIA
+    for name in _FLAGS:
+        yield name, "True or False", isinstance(getattr(offers, name), bool)
+    for name in ("range_min", "max_in_flight"):
+        yield name, "a whole number of at least 1", _is_count(getattr(offers, name))
+    for name in ("max_value_bytes", "max_batch"):
+        value = getattr(offers, name)
+        yield name, "None or a whole number of at least 1", value is None or _is_count(value)
+    devices = offers.devices
+    named = isinstance(devices, frozenset) and bool(devices) and all(isinstance(one, str) for one in devices)
+    yield "devices", "a frozenset of names", named
+    cost = offers.stat_cost_s
+    yield "stat_cost_s", "a number of seconds", isinstance(cost, int | float) and 0 <= cost < math.inf
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
 
 
 def _fault(operation: Operation, target: Item | StorageKey, outcome: object) -> str:

@@ -78,8 +78,8 @@ def _check_together(config: CacheConfig, tiers: Sequence[PreparedTier]) -> None:
         raise ConfigError(config.located(("tiers",), message))
     if residents and residents[0] is not tiers[0]:
         raise ConfigError(
-            f"{residents[0].where}: tier {residents[0].config.name!r} keeps frames in this process's memory, so "
-            f"it is the nearest: move it before {tiers[0].config.name!r}"
+            f"{residents[0].where}: tier {residents[0].config.name!r} keeps frames in this process's memory, "
+            f"so it has to be the first: move it before {tiers[0].config.name!r}"
         )
     for position, tier in enumerate(tiers):
         private = not (tier.offers.shared or tier.offers.self_evicting)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -120,19 +122,19 @@ def test_a_good_file_is_ok_and_its_chain_is_shown(run: Callable[..., Result]) ->
         ("tiers: []\n", "cache.yaml, line 1: tiers: expected at least 1 entry"),
         (
             one_tier(backend="shelff"),
-            "cache.yaml: tiers[0].backend: no installed plugin offers a backend named 'shelff'; did you mean",
+            "cache.yaml, line 2: tiers[0].backend: no installed plugin offers a backend named 'shelff'; did",
         ),
         (
             one_tier(options="{pathh: /x}"),
-            "cache.yaml: tiers[0].options.pathh: unknown key; did you mean 'path'?",
+            "cache.yaml, line 2: tiers[0].options.pathh: unknown key; did you mean 'path'?",
         ),
         (
             one_tier(backend="fragile"),
-            "cache.yaml: tiers[0]: backend 'fragile' can't be built: ZeroDivisionError: no luck",
+            "cache.yaml, line 2: tiers[0]: backend 'fragile' of tier 'a' can't be built: ZeroDivisionError",
         ),
         (
             one_tier(capacity="null"),
-            "cache.yaml: tiers[0].capacity: tier 'a' needs a bound on its bytes, such as `capacity: 4GiB`",
+            "cache.yaml, line 2: tiers[0].capacity: tier 'a' needs a bound on its bytes, such as `capacity",
         ),
     ],
 )
@@ -160,14 +162,48 @@ def test_open_names_the_tier_that_does_not_and_why(run: Callable[..., Result]) -
     text = GOOD + "  - {name: b, backend: shelf, capacity: 1MiB, options: {path: /y, refuse: broken wire}}\n"
     result = run("config", "check", "--open", write(text))
     assert result.exit_code == 1
-    assert "cache.yaml: tiers[1]: can't be opened: " in result.output
+    assert "cache.yaml, line 3: tiers[1]: can't be opened: " in result.output
     assert "broken wire" in result.output
 
 
 def test_open_names_the_tier_whose_options_cant_work(run: Callable[..., Result]) -> None:
     result = run("config", "check", "--open", write(one_tier(options="{path: /forbidden}")))
-    expected = "Error: cache.yaml: tiers[0]: path /forbidden: choose a directory that you can write to\n"
+    expected = (
+        "Error: cache.yaml, line 2: tiers[0]: path /forbidden: choose a directory that you can write to\n"
+    )
     assert (result.exit_code, result.output) == (1, expected)
+
+
+def check_in_a_process_of_its_own(file: Path, text: str) -> str:
+    """What `config check --open` prints on failing, log lines included."""
+    file.write_text(text)
+    code = "from lmcache_core.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "config", "check", "--open", file.name],
+        cwd=file.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr
+
+
+def test_open_says_once_that_two_tiers_use_one_path(tmp_path: Path) -> None:
+    tier = "  - {{name: {}, backend: disk, capacity: 1MiB, options: {{path: kv}}}}\n"
+    text = "tiers:\n" + tier.format("a") + tier.format("b")
+    output = check_in_a_process_of_its_own(tmp_path / "cache.yaml", text)
+    assert output.startswith("Error: cache.yaml, line 3: tiers[1]: can't be opened: ")
+    assert "by this process); another tier or engine of this process uses the same path" in output
+    assert output.count("\n") == 1
+
+
+def test_open_says_what_to_lower_when_there_is_not_so_much_memory(tmp_path: Path) -> None:
+    text = "tiers: [{name: a, backend: cpu, capacity: 900000TiB}]\n"
+    output = check_in_a_process_of_its_own(tmp_path / "cache.yaml", text)
+    assert output.startswith("Error: cache.yaml: 921600000.5 GiB of frame memory can't be mapped (")
+    assert "lower `memory.staging`, or the `capacity` of the tier" in output
 
 
 def test_the_schema_is_printed_as_json(run: Callable[..., Result]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_core.config import ByteSize, CacheConfig, Duration, load_config, parse_options
-from lmcache_core.config.document import MAX_FILE_BYTES, parse_document
+from lmcache_core.config.document import MAX_FILE_BYTES, parse_document, read_document
 from lmcache_core.errors import ConfigError
 
 GOOD = """\
@@ -50,6 +51,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     wait: Duration = Duration("1s")
     password: Password | None = None
     passwords: list[Password] = []
+
+    def __post_init__(self) -> None:
+        if self.piece & (self.piece - 1):
+            raise ValueError(f"piece: {self.piece} is not a power of two")
 
 
 def write(tmp_path: Path, content: str | bytes) -> Path:
@@ -136,7 +141,11 @@ TIER = "tiers:\n  - name: a\n    backend: b\n"
             TIER + "    write: thru\n",
             "tiers[0].write: 'thru' is not one of never, through; did you mean 'through'?",
         ),
-        (TIER + "    write: on\n", "tiers[0].write: expected text, got true (a boolean); put it in quotes"),
+        (TIER + "    write: on\n", "tiers[0].write: expected one of never, through, got true (a boolean)"),
+        (
+            TIER + "    promote: no\n",
+            "promote: expected one of always, never, on_second_hit, got false (a bool",
+        ),
         (
             TIER + "    options:\n",
             "tiers[0].options: expected a mapping, got nothing (null); give it a value",
@@ -150,14 +159,24 @@ TIER = "tiers:\n  - name: a\n    backend: b\n"
             TIER + "    deadline: soon\n",
             "tiers[0].deadline: 'soon' is not a duration; write a number with us",
         ),
-        (TIER + "    deadline: 0\n", "line 2: tiers[0]: deadline must be more than 0"),
+        (TIER + "    deadline: 0\n", "line 4: tiers[0].deadline: 0s can't work; set at least 1ms"),
+        (TIER + "    deadline: 10us\n", "line 4: tiers[0].deadline: 10us can't work; set at least 1ms"),
+        (TIER + "    capacity: 1\n", "line 4: tiers[0].capacity: 1 can't work; set at least 8KiB"),
+        (
+            TIER + "    in_flight_bytes: 0\n",
+            "line 4: tiers[0].in_flight_bytes: 0 can't work; set at least 8KiB",
+        ),
+        (TIER + "memory: {staging: 0}\n", "line 4: memory.staging: 0 can't work; set at least 16KiB"),
         (TIER + "    max_in_flight: 0\n", "tiers[0].max_in_flight: expected a whole number >= 1, got 0"),
         ("tiers:\n  - name: 7\n    backend: b\n", "tiers[0].name: expected text, got 7; put it in quotes"),
         (
             "tiers:\n  - name: A b\n    backend: b\n",
-            "tiers[0]: 'A b' is not a tier name; use up to 32 of a-z",
+            "line 2: tiers[0].name: 'A b' is not a tier name; use up to 32 of a-z",
         ),
-        (TIER + "  - name: a\n    backend: c\n", "two tiers are named 'a'; give each its own name"),
+        (
+            TIER + "  - name: a\n    backend: c\n",
+            "line 4: tiers[1].name: tiers[0] is named 'a' too; give each its",
+        ),
     ],
 )
 def test_one_error_names_the_place_the_fault_and_the_remedy(
@@ -169,7 +188,7 @@ def test_one_error_names_the_place_the_fault_and_the_remedy(
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", "cache.yaml: the file is empty; a config needs at least `tiers`"),
+        ("", "cache.yaml: the file is empty; it must hold a mapping (`tiers: ...`)"),
         ("# nothing\n", "the file is empty"),
         ("- a\n- b\n", "must hold a mapping (`tiers: ...`), not a list"),
         ("hello\n", "must hold a mapping (`tiers: ...`), not a single value"),
@@ -259,6 +278,11 @@ def test_options_become_the_plugins_config_class() -> None:
         ({}, "tiers[1].options.path: required key is missing; add `path: ...` (Where the files lie)"),
         ({"path": 3}, "tiers[1].options.path: expected a path, got 3"),
         ({"path": "a\0b"}, "tiers[1].options.path: expected a path"),
+        (
+            {"path": "$HOME/kv"},
+            "tiers[1].options.path: '$HOME/kv': environment variables aren't expanded; write the whole path",
+        ),
+        ({"path": "/x", "piece": "3MiB"}, "tiers[1].options.piece: 3MiB is not a power of two"),
         ({"path": "/x", "piece": "big"}, "tiers[1].options.piece: 'big' is not a size"),
         ({"path": "/x", 4: 5}, "tiers[1].options: the key 4 is not text"),
     ],
@@ -279,6 +303,23 @@ def test_no_error_shows_what_may_be_a_secret(options: dict[str, object]) -> None
     while shown is not None:
         assert "12345678" not in str(shown)
         shown = shown.__cause__
+
+
+def test_what_reads_another_kind_of_file_gives_its_own_example(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the file is empty; it must hold a mapping \(`options: {}`\)"):
+        read_document(write(tmp_path, ""), example="options: {}")
+
+
+def test_a_config_remembers_the_line_of_each_key_and_is_equal_to_one_that_does_not(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD))
+    assert config.located(("tiers", 1, "options", "path")).endswith(
+        "cache.yaml, line 11: tiers[1].options.path"
+    )
+    assert config.located(("tiers", 1, "capacity"), "none").endswith("line 8: tiers[1].capacity: none")
+    again = load_config(msgspec.to_builtins(config, builtin_types=(ByteSize, Duration)))
+    assert again.located(("tiers", 1), "none") == "tiers[1]: none"
+    assert again == config
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_a_config_class_that_is_no_struct_is_named() -> None:

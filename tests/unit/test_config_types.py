@@ -50,6 +50,17 @@ def test_a_duration_that_is_none_is_refused(value: float | str) -> None:
         Duration(value)
 
 
+def test_a_duration_that_no_wait_takes_is_refused() -> None:
+    assert Duration("36500d") == 36500 * 86400
+    with pytest.raises(ValueError, match="100 years"):
+        Duration("36501d")
+
+
+@pytest.mark.parametrize("text", ["100ms", "10us", "90s", "2h", "1500ms"])
+def test_a_duration_is_read_back_from_its_own_text(text: str) -> None:
+    assert Duration(str(Duration(text))) == Duration(text)
+
+
 @pytest.mark.parametrize("value", [True, None, [], {}])
 def test_values_of_other_kinds_are_not_taken_for_units(value: object) -> None:
     with pytest.raises(ValueError, match="expected a size"):
