@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 BackendClass = type[Backend[Any]]  # each backend has its own config class
 T = TypeVar("T")
+
+LIKE = 0.7
+"""How alike a name must be to be suggested: `stores` for `store`, but not `disk` for `redis`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Registry:
         if state is not PluginState.OK:
             raise PluginError(f"backend {spec.name!r}: {cause}")
         if backend_class is not None:
-            _check_class(spec, backend_class)
+            _check_class(spec, backend_class, "correct the class")
             self._classes[spec.name] = backend_class
         self._specs[spec.name] = spec
         self._plugins.append(
@@ -93,6 +96,12 @@ class Registry:
         if unusable:
             plugin = unusable[0]
             raise PluginError(f"plugin {name!r} can't be used ({plugin.state.value}): {plugin.cause}")
+        for plugin in self.plugins:
+            if plugin.name == name:
+                raise PluginError(
+                    f"the plugin {name!r} ({plugin.distribution}) is installed, but it offers no backend; "
+                    f"{self._installed()}"
+                )
         raise PluginError(self._unknown(name))
 
     def load(self, name: str) -> BackendClass:
@@ -103,7 +112,7 @@ class Registry:
         """
         spec = self.backend(name)
         if name not in self._classes:
-            self._classes[name] = _import_class(spec)
+            self._classes[name] = _import_class(spec, self._remedy(name))
         return self._classes[name]
 
     def checked(self) -> tuple[PluginInfo, ...]:
@@ -122,15 +131,22 @@ class Registry:
     def _unknown(self, name: str) -> str:
         names = sorted(self._specs)
         parts = [f"no installed plugin offers a backend named {name!r}"]
-        close = get_close_matches(name, names, n=1, cutoff=0.5)
+        close = get_close_matches(name, names, n=1, cutoff=LIKE)
         if close:
             parts.append(f"did you mean {close[0]!r}?")
-        parts.append(f"installed: {', '.join(names) or 'none'}")
-        failed = [f"{p.name} ({p.cause})" for p in self.plugins if p.state is PluginState.BROKEN]
-        if failed:
-            parts.append(f"not loadable: {'; '.join(failed)}")
+        parts.append(self._installed())
+        if failed := sum(plugin.state is not PluginState.OK for plugin in self.plugins):
+            parts.append(f"`lmcache-core plugins` lists {failed} more that can't be used")
         parts.append(f"a published one is installed by name, such as `pip install lmcache-core-{name}`")
         return "; ".join(parts)
+
+    def _installed(self) -> str:
+        return f"installed backends: {', '.join(sorted(self._specs)) or 'none'}"
+
+    def _remedy(self, name: str) -> str:
+        """What to do about a usable plugin whose backend turns out not to be."""
+        found = [plugin.distribution for plugin in self.plugins if plugin.name == name and plugin.version]
+        return f"reinstall or upgrade {found[0]}, or tell its author" if found else "correct its BackendSpec"
 
     def _take(self, loaded: Iterable[_Loaded]) -> None:
         offers: dict[str, list[tuple[PluginInfo, BackendSpec]]] = defaultdict(list)
@@ -180,6 +196,7 @@ def _load(point: EntryPoint) -> _Loaded:
             raise PluginError("it implements no lmcache_core hook (is `@hookimpl` missing?)")
         manager.check_pending()
         specs = _flat(manager.hook.lmcache_backends(), BackendSpec)
+        _check_named_for(point.name, specs)
         commands = _commands(manager)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (recorded boundary: plugins are foreign code)
         cause = f"{type(error).__name__}: {error}" if not isinstance(error, PluginError) else str(error)
@@ -188,6 +205,16 @@ def _load(point: EntryPoint) -> _Loaded:
     backends = tuple((info(spec.name, spec.api, *_api_state(spec.api)), spec) for spec in specs)
     others = () if backends else (info(point.name, None, PluginState.OK),)
     return _Loaded(backends=backends, commands=commands, others=others)
+
+
+def _check_named_for(name: str, specs: Sequence[BackendSpec]) -> None:
+    """A plugin that can't be loaded is known by its entry point alone, so that must name a backend of it."""
+    names = [spec.name for spec in specs]
+    if names and name not in names:
+        offered = ", ".join(map(repr, names))
+        raise PluginError(
+            f"its entry point is named {name!r} but offers {offered}: they must have the same name"
+        )
 
 
 def _commands(manager: pluggy.PluginManager) -> tuple[click.Command, ...]:
@@ -229,29 +256,33 @@ def _duplicate(info: PluginInfo, all_offers: list[PluginInfo]) -> PluginInfo:
     return replace(info, state=PluginState.DUPLICATE, cause=cause)
 
 
-def _import_class(spec: BackendSpec) -> BackendClass:
+def _import_class(spec: BackendSpec, remedy: str) -> BackendClass:
     module_name, _, attribute = spec.target.partition(":")
     try:
         backend_class = getattr(import_module(module_name), attribute)
     except (Exception, SystemExit) as error:  # recorded boundary: plugins are foreign code
         cause = f"{type(error).__name__}: {error}"
-        hint = f"; try: {spec.install_hint}" if spec.install_hint else ""
+        todo = f"try: {spec.install_hint}" if spec.install_hint else remedy
         raise PluginError(
-            f"backend {spec.name!r} can't be imported from {spec.target}: {cause}{hint}"
+            f"backend {spec.name!r} can't be imported from {spec.target}: {cause}; {todo}"
         ) from error
-    _check_class(spec, backend_class)
+    _check_class(spec, backend_class, remedy)
     checked: BackendClass = backend_class
     return checked
 
 
-def _check_class(spec: BackendSpec, backend_class: object) -> None:
+def _check_class(spec: BackendSpec, backend_class: object, remedy: str) -> None:
+    fault = _class_fault(backend_class)
+    if fault:
+        raise PluginError(f"backend {spec.name!r}: {spec.target}{fault}; {remedy}")
+
+
+def _class_fault(backend_class: object) -> str:
     if not isinstance(backend_class, type) or not issubclass(backend_class, Backend):
-        raise PluginError(
-            f"backend {spec.name!r}: {spec.target} is not a subclass of lmcache_core.sdk.Backend"
-        )
+        return " is not a subclass of lmcache_core.sdk.Backend"
     if inspect.isabstract(backend_class):
-        missing = ", ".join(sorted(backend_class.__abstractmethods__))
-        raise PluginError(f"backend {spec.name!r}: {spec.target} does not implement {missing}")
+        return f" does not implement {', '.join(sorted(backend_class.__abstractmethods__))}"
     config_class = getattr(backend_class, "config_class", None)
     if not isinstance(config_class, type) or not issubclass(config_class, msgspec.Struct):
-        raise PluginError(f"backend {spec.name!r}: {spec.target}.config_class is not a msgspec.Struct class")
+        return ".config_class is not a msgspec.Struct class"
+    return ""

@@ -5,8 +5,9 @@ A plugin is a module (or object) named by an entry point:
     [project.entry-points.lmcache_core]
     mystore = "my_distribution.plugin"
 
-It decorates functions with `lmcache_core.sdk.hookimpl`. Importing it must stay cheap: no driver, no
-I/O. Each entry point is loaded by itself, so that a broken one disturbs nothing else.
+The entry point has the name of one of the backends it offers: by that name it is known while it can't
+be loaded. The module decorates functions with `lmcache_core.sdk.hookimpl`. Importing it must stay cheap:
+no driver, no I/O. Each entry point is loaded by itself, so that a broken one disturbs nothing else.
 """
 
 from __future__ import annotations

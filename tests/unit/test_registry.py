@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ class Found:
 
 
 NAMES = ["good", "goot", "broken", "twice", "future", "nodriver", "notclass", "partial", "nothing", "ancient"]
+NAMES += ["greeter", "silent", "redis"]
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +141,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     hint = "pip install zz-driver"
     no_driver = hook("nodriver", "zz_driver_absent:Store", hint=hint)
     install(site, "zz-nodriver", "1.0", "nodriver = zz_nodriver", zz_nodriver=no_driver)
+    no_hint = hook("silent", "zz_driver_absent:Store")
+    install(site, "zz-nohint", "1.0", "silent = zz_nohint", zz_nohint=no_hint)
+    install(site, "zz-alias", "1.0", "alias = zz_alias", zz_alias=hook("named"))
     install(site, "zz-notclass", "1.0", "notclass = zz_notclass", zz_notclass=hook("notclass", "json:dumps"))
     partial = DRIVER.replace("    def get_many(self, items, call): pass\n", "")
     partial_hook = hook("partial", "zz_driver_partial:Store")
@@ -171,11 +176,12 @@ def test_discovery_imports_no_driver_and_nothing_heavy(found: Found) -> None:
     ("name", "cause"),
     [
         ("broken", "RuntimeError: no such lib; reinstall or upgrade zz-broken"),
-        ("exits", "SystemExit: 3"),
+        ("exits", "SystemExit: 3; reinstall or upgrade zz-exits"),
         ("gone", "ModuleNotFoundError: No module named 'zz_gone_module'"),
         ("empty", "it implements no lmcache_core hook"),
         ("badspec", "ValueError: backend name 'Bad Name'"),
         ("args", "colour"),
+        ("alias", "its entry point is named 'alias' but offers 'named': they must have the same name"),
         ("ancient", "written for contract 0.9, this core speaks"),
     ],
 )
@@ -209,9 +215,27 @@ def test_a_plugin_for_a_later_contract_is_too_new(found: Found) -> None:
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_broken_ones(found: Found) -> None:
     message = found.backend["goot"]
     assert "no installed plugin offers a backend named 'goot'; did you mean 'good'?" in message
-    assert "not loadable:" in message
+    assert "; installed backends: " in message
+    assert "no such lib" not in message
+    assert re.search(r"`lmcache-core plugins` lists \d+ more that can't be used", message)
     assert "pip install lmcache-core-goot" in message
     assert "did you mean" not in found.backend["nothing"].replace("'notclass'", "")
+
+
+def test_a_name_that_is_only_a_little_alike_is_not_suggested(found: Found) -> None:
+    assert "did you mean" not in found.backend["redis"]
+
+
+def test_a_plugin_that_offers_no_backend_is_said_to_be_installed(found: Found) -> None:
+    assert (
+        "'greeter' (zz-command) is installed, but it offers no backend; installed" in found.backend["greeter"]
+    )
+    assert "pip install" not in found.backend["greeter"]
+
+
+def test_what_fails_only_on_import_says_what_to_do_about_it(found: Found) -> None:
+    for name, distribution in [("silent", "zz-nohint"), ("notclass", "zz-notclass"), ("partial", "zz-part")]:
+        assert found.load[name].endswith(f"; reinstall or upgrade {distribution}, or tell its author")
 
 
 def test_a_missing_driver_is_told_with_what_to_install(found: Found) -> None:
