@@ -43,8 +43,20 @@ def test_no_free_shard_is_one_error_that_names_the_holder(open_disk: OpenDisk) -
     with pytest.raises(BackendUnavailable) as caught:
         open_disk()
     message = str(caught.value)
-    assert f"shard-000 by process {os.getpid()}" in message
-    assert "`processes`" in message
+    assert (
+        "in use (shard-000 by this process); another tier or engine of this process uses the same path"
+        in message
+    )
+    assert "`processes` (now 1)" in message
+
+
+def test_a_shard_that_another_process_holds_names_it(open_disk: OpenDisk) -> None:
+    lock = open_disk().path / "shard-000" / "lock"
+    lock.write_text("1\n")
+    with pytest.raises(
+        BackendUnavailable, match=r"in use \(shard-000 by process 1\); end what holds it, or raise"
+    ):
+        open_disk()
 
 
 def test_a_process_adopts_the_shard_last_written_for_its_parts(open_disk: OpenDisk) -> None:

@@ -16,6 +16,7 @@ from lmcache_core.sdk import (
     BackendError,
     BackendStats,
     BackendUnavailable,
+    ByteSize,
     Call,
     Capabilities,
     ConfigError,
@@ -90,9 +91,10 @@ class DiskBackend(Backend[DiskConfig]):
                 f"tier {host.tier}: set `capacity`; the disk backend keeps to it, whatever comes"
             )
         if capacity // processes < LEAST_NBYTES:
+            shared = f" for {processes} processes" if processes > 1 else ""
             raise ConfigError(
-                f"tier {host.tier}: capacity {capacity} is too little for {processes} process(es); "
-                f"give each at least {LEAST_NBYTES} bytes"
+                f"tier {host.tier}: a capacity of {ByteSize(capacity)} is too little{shared}; set at least "
+                f"{ByteSize(processes * LEAST_NBYTES)}"
             )
         directory = Directory(self._files, path, capacity_nbytes=capacity, processes=processes)
         try:

@@ -144,6 +144,7 @@ class Directory:
         """Picks a shard and owns it; appends every shard that it opened to `opened`."""
         free: list[tuple[bool, float, Shard]] = []
         holders: list[str] = []
+        held_here = False
         for number, meta in metas.items():
             shard = Shard(self._files, self._fd, number)
             opened.append(shard)
@@ -151,7 +152,10 @@ class Directory:
                 ours = not parts or not set(parts).isdisjoint(meta.parts)
                 free.append((ours, shard.last_written(), shard))
             else:
-                holders.append(f"{shard.name} by process {shard.holder()}")
+                holder = shard.holder()
+                here = holder == str(os.getpid())
+                held_here |= here
+                holders.append(f"{shard.name} by {'this process' if here else f'process {holder}'}")
         free.sort(key=lambda row: row[:2])
         if free and free[-1][0]:
             return free[-1][2]
@@ -169,9 +173,13 @@ class Directory:
                 f"{self.path}: other processes still hold all of its capacity ({held}); it is shared anew "
                 f"as they evict or end"
             )
+        todo = (
+            "another tier or engine of this process uses the same path: give each its own"
+            if held_here
+            else "end what holds it"
+        )
         raise BackendUnavailable(
-            f"{self.path}: all {len(metas)} shards are in use ({held}); end those processes, or raise "
-            f"`processes` (now {self.processes})"
+            f"{self.path}: in use ({held}); {todo}, or raise `processes` (now {self.processes})"
         )
 
     def surplus(self, own: Shard, used_nbytes: int) -> Shard | None:
