@@ -64,8 +64,8 @@ class TellsEverything(MemoryBackend):
     def put_many(self, items: Sequence[Item], call: Call) -> None:
         nested = self.login.servers[0]["second"].reveal()
         raise BackendError(
-            f"login with {self.login.password.reveal()} and {self.login.api_token} at {nested} failed at "
-            "https://me:hunter3@host:8000/path, see /somewhere/conformance-abcd1234/store-1/log"
+            f"login with {self.login.password.reveal()} and {self.login.api_token} at {nested} failed at host "
+            "at https://me:hunter3@host:8000/path, see /somewhere/conformance-abcd1234/store-1/log"
         )
 
 
@@ -76,6 +76,12 @@ class LoginHarness(SmallHarness):
             "api_token": "battery staple",
             "servers": [{"second": "four random words"}],
         }
+
+    def wrong_credentials(self, tmp: Path) -> Mapping[str, object]:
+        return {**self.fresh_config(tmp), "password": "at host"}
+
+    def narrower_credentials(self, tmp: Path) -> Mapping[str, object]:
+        raise RuntimeError("no server")
 
 
 def test_what_is_written_reads_back_the_same() -> None:
@@ -141,10 +147,17 @@ def test_no_secret_reaches_the_report() -> None:
     harness = LoginHarness(TellsEverything)
     report = describe(run(harness, properties=["test_a_value_comes_back_byte_for_byte"]), harness)
     text = encode(report).decode() + render(report)
-    for secret in ("correct horse", "battery staple", "four random words", "hunter3", "/somewhere"):
+    for secret in (
+        "correct horse",
+        "battery staple",
+        "four random words",
+        "at host",
+        "hunter3",
+        "/somewhere",
+    ):
         assert secret not in text
     [result] = report.results
-    assert "login with *** and *** at *** failed at https://***@host:8000/path" in result.detail
+    assert "login with *** and *** at *** failed *** at https://***@host:8000/path" in result.detail
     assert report.backend.options == {
         "password": "(not shown)",
         "api_token": "(not shown)",

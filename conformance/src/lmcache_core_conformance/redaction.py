@@ -13,7 +13,6 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.storage.secret import Secret
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.harness import Harness
-from lmcache_core_conformance.verdicts import Unproven
 
 Value = bool | int | float | str | None | list[str]
 """What stands in a report where a backend says what it is made of."""
@@ -37,9 +36,12 @@ class Redactor:
 
     @classmethod
     def of(cls, harness: Harness, bench: Bench) -> Redactor:
-        """One that knows the secrets in every set of options the harness gives: its `*_config` hooks."""
+        """One that knows the secrets in every set of options the harness gives.
+
+        Its hooks that give options are those called `…_config` and `…_credentials`.
+        """
         secrets: set[str] = set()
-        for hook in _config_hooks(harness):
+        for hook in _option_hooks(harness):
             options = _options_of(getattr(harness, hook), bench.place().directory)
             secrets.update(_sensitive_texts(options, ""))
             secrets.update(_secrets_in(_parsed(harness.backend.config_class, options)))
@@ -84,14 +86,15 @@ def _shown(value: object, *, choice: bool) -> Value:
     return value if value is None or isinstance(value, bool | int | float) else HIDDEN
 
 
-def _config_hooks(harness: Harness) -> list[str]:
-    return [name for name in dir(harness) if name.endswith("_config") and not name.startswith("_")]
+def _option_hooks(harness: Harness) -> list[str]:
+    endings = ("_config", "_credentials")
+    return [name for name in dir(harness) if name.endswith(endings) and not name.startswith("_")]
 
 
 def _options_of(hook: Callable[[Path], Mapping[str, object]], directory: Path) -> Mapping[str, object]:
     try:
         return hook(directory)
-    except Unproven:
+    except Exception:  # noqa: BLE001 (recorded boundary: a hook that fails has given the backend no secret)
         return {}
 
 
