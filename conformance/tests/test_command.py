@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,8 @@ from lmcache_core_conformance.report import parse
 ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
 SMALL = "{options: {max_value_bytes: 65536}, capacity: 8MiB, small_capacity: 1MiB, large_value: 1MiB}"
 HARNESS = """
-from beside import name_of_the_directory
+from beside import name_of_the_directory as one
+from .beside import name_of_the_directory as the_same
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 
@@ -40,6 +42,12 @@ a_number = 7
 class Closed(MemoryBackend):
     def open(self, host: Host) -> Capabilities | None:
         raise BackendUnavailable("nobody listens there")
+
+
+class Chatty(MemoryBackend):
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        logging.getLogger(__name__).warning("somebody took my value")
+        super().put_many(items, call)
 
 
 class LoginConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +79,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "file": FileBackend,
         "closed": Closed,
         "slow": ReadsInTinyPieces,
+        "chatty": Chatty,
         "telling": TellsItsPassword,
         "closed-telling": ClosedToItsPassword,
     }
@@ -209,6 +218,18 @@ def test_what_is_not_there_is_one_clear_error_and_exit_code_2(
         result.output.splitlines()[-1]
     ]
     assert "passed" not in result.output
+
+
+def test_what_a_backend_logs_does_not_drown_the_verdicts(invoke: SimpleNamespace, small: Path) -> None:
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    root.handlers = []  # pytest's own: outside a test there are none, and warnings go to stderr
+    try:
+        result = invoke.run("--backend", "chatty", "--config", small, "--group", "destination")
+    finally:
+        root.handlers = handlers
+    assert result.exit_code == 0, result.output
+    assert "somebody took my value" not in result.output
 
 
 @pytest.mark.parametrize(("backend", "exit_code"), [("telling", 1), ("closed-telling", 2)])

@@ -64,8 +64,8 @@ class TellsEverything(MemoryBackend):
     def put_many(self, items: Sequence[Item], call: Call) -> None:
         nested = self.login.servers[0]["second"].reveal()
         raise BackendError(
-            f"login with {self.login.password.reveal()} and {self.login.api_token} at {nested} failed at host "
-            "at https://me:hunter3@host:8000/path, see /somewhere/conformance-abcd1234/store-1/log"
+            f"login with {self.login.password.reveal()} and {self.login.api_token} at {nested} failed "
+            "at host at https://me:hunter3@host:8000/path, see /somewhere/conformance-abcd1234/store-1/log"
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -71,7 +71,7 @@ def configured_harness(backend: type[Backend[Any]], file: Path | None) -> Config
 def harness_named(name: str) -> Harness:
     """The harness at `FILE.py:CLASS` or `MODULE:CLASS`, made without arguments.
 
-    A file's directory is put on the import path, as when it is run as a script.
+    A file may import its neighbours, by their name or relatively: its folder is put on the import path.
 
     Raises:
         ConfigError: nothing is there, it can't be imported, or isn't a harness.
@@ -91,14 +91,15 @@ def harness_named(name: str) -> Harness:
 
 
 def _import_file(file: Path) -> ModuleType:
-    sys.path.insert(0, str(file.absolute().parent))
-    spec = importlib.util.spec_from_file_location(f"conformance_harness_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """Imports a file as a module of its folder, so that both kinds of import of its neighbours work."""
+    folder = file.absolute().parent
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    package = ModuleType(f"conformance_harness_{zlib.crc32(str(folder).encode()):08x}")
+    package.__path__ = [str(folder)]
+    sys.modules.setdefault(package.__name__, package)
+    sys.path.insert(0, str(folder))
+    return importlib.import_module(f"{package.__name__}.{file.stem}")
 
 
 def _fill_in(value: object, tmp: Path) -> object:
