@@ -191,7 +191,7 @@ def test_several_groups_may_be_chosen(invoke: SimpleNamespace, small: Path) -> N
         (["--backend", "memory", "--config", "absent.yaml"], "absent.yaml"),
         (["--backend", "memory", "--config", "unknown.yaml"], "did you mean 'options'?"),
         (["--backend", "memory", "--group", "sises"], "'sises' is not one of"),
-        (["--backend", "file"], "refuses its options"),
+        (["--backend", "file"], "options.path: required key is missing"),
         (["--backend", "closed"], "can't be opened: BackendUnavailable: nobody listens there"),
         (["--backend", "memory", "--report", "nowhere/out.json"], "there is no directory nowhere"),
         (["--backend", "memory", "--harness", "nonsense"], "neither FILE.py:CLASS nor MODULE:CLASS"),

@@ -90,7 +90,7 @@ class Harness(Behind, ABC):
 
     def build(self, options: Mapping[str, object]) -> Backend[Any]:
         """The backend with these options, not yet opened."""
-        config = parse_options(self.backend.config_class, options, "conformance harness")
+        config = parse_options(self.backend.config_class, options, "options")
         return self.backend(config)
 
     def unopenable_config(self, tmp: Path) -> Mapping[str, object]:
