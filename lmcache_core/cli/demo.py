@@ -25,6 +25,7 @@ from lmcache_core.cli.demo_messages import (
     QUESTIONS,
     Answer,
     Document,
+    Failed,
     Message,
     Plan,
     Ready,
@@ -124,7 +125,7 @@ def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObse
     """Runs one phase in a process of its own, which it kills with SIGKILL when it is ready (or fails).
 
     Raises:
-        DemoFailed: the worker ended by itself.
+        DemoFailed: the worker ended by itself, or said why it can't go on.
     """
     # Threads that spin at OpenMP barriers turn every figure into noise as soon as cores are shared.
     environment = {
@@ -164,7 +165,11 @@ def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObse
 
 
 def take(message: Message, results: Results, progress: StageObserver) -> bool:
-    """Takes in one message; True for the last one."""
+    """Takes in one message; True for the last one.
+
+    Raises:
+        DemoFailed: the worker said why it can't go on.
+    """
     match message:
         case Stage():
             progress(message.text, message.weight)
@@ -172,6 +177,8 @@ def take(message: Message, results: Results, progress: StageObserver) -> bool:
             results.document_tokens = message.num_tokens
         case Answer():
             results.answers[message.run, message.question] = message
+        case Failed():
+            raise DemoFailed(message.reason)
         case Ready():
             results.flushed = results.flushed and message.flushed
             return True

@@ -63,7 +63,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     flushed: bool
 
 
-Message: TypeAlias = Stage | Answer | Document | Ready
+class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
+    """The worker ends here, for a reason that the user can do something about."""
+
+    reason: str
+
+
+Message: TypeAlias = Stage | Answer | Document | Ready | Failed
 
 
 @dataclass(slots=True)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lmcache_core.cli import demo_model
-from lmcache_core.cli.demo_messages import QUESTIONS, Answer, Document, Message, Plan, Ready, Stage
+from lmcache_core.cli.demo_messages import QUESTIONS, Answer, Document, Failed, Message, Plan, Ready, Stage
+from lmcache_core.connectors import needs_extra
+from lmcache_core.errors import LMCacheError
 
 if TYPE_CHECKING:
     from lmcache_core.connectors.transformers import CachedGenerator
@@ -30,6 +32,16 @@ def main() -> None:
         output.write(msgspec.json.encode(message).decode() + "\n")
         output.flush()
 
+    try:
+        with needs_extra("transformers"):
+            work(plan, say)
+    except LMCacheError as error:
+        say(Failed(reason=str(error)))
+        raise SystemExit(1) from error
+
+
+def work(plan: Plan, say: Callable[[Message], None]) -> None:
+    """Does what the plan says; with the last message said, waits for the parent."""
     from lmcache_core.connectors.transformers import CachedGenerator
 
     say(Stage("Preparing the model", LOAD_S))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lmcache_core.config import load_config
+from lmcache_core.connectors import needs_extra
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -58,9 +59,12 @@ def command(
     model: ModelRecord | None = None
     part: Part | None = None
     if folder is not None:
-        if prompt is not None:
-            tokens = _tokenize(folder, prompt)
-        model, part = _identify(folder, dtype, config.chunk_tokens)
+        with needs_extra("transformers"):
+            from lmcache_core.connectors.transformers import identify
+
+            if prompt is not None:
+                tokens = _tokenize(folder, prompt)
+            model, part = identify(_load(folder, dtype), config.chunk_tokens)
 
     from lmcache_core.engine.explain import explain
 
@@ -91,13 +95,11 @@ def _tokenize(folder: Path, prompt: str) -> array[int]:
     return array("i", AutoTokenizer.from_pretrained(folder, **_gguf(folder))(prompt)["input_ids"])
 
 
-def _identify(folder: Path, dtype: str, chunk_tokens: int) -> tuple[ModelRecord, Part]:
+def _load(folder: Path, dtype: str) -> Module:
     from transformers import AutoModelForCausalLM
 
-    from lmcache_core.connectors.transformers import identify
-
     model: Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_gguf(folder))
-    return identify(model, chunk_tokens)
+    return model
 
 
 def _lines(found: Explanation) -> list[str]:
