@@ -29,6 +29,8 @@ from lmcache_core.storage.contract import (
 from lmcache_core_conformance.values import PAGE
 
 _NOISE = hashlib.shake_128(b"noise").digest(16 * PAGE)
+_SETTLING_S = 0.25
+"""How long after its deadline a call that gives up there may take to say so."""
 
 
 class Buffer:
@@ -150,12 +152,14 @@ class RecordingCall:
             self._settled.notify_all()
 
     def finish(self, error: BackendError | None, *, wait: bool) -> None:
-        """Settles what the backend left open as FAILED; with `wait`, only once the deadline passed."""
+        """Settles what the backend left open as FAILED; with `wait`, only a moment after the deadline.
+
+        Who gives up at the deadline settles just behind it.
+        """
         with self._settled:
             if wait:
-                self._settled.wait_for(
-                    lambda: None not in self._outcomes, max(self.deadline - time.monotonic(), 0)
-                )
+                patience_s = self.deadline - time.monotonic() + _SETTLING_S
+                self._settled.wait_for(lambda: None not in self._outcomes, max(patience_s, 0))
             for index, outcome in enumerate(self._outcomes):
                 if outcome is None:
                     self.unsettled_at_return.append(index)
