@@ -199,18 +199,18 @@ def _performance(reports: Mapping[str, ReportDocument]) -> str:
 
 
 def _reasons(reports: Mapping[str, ReportDocument]) -> str:
-    """Why a property was not tried or is not kept, each reason once."""
-    lines = []
+    """Why a property was not tried or is not kept: each backend's reasons, each once."""
+    parts = []
     for name, report in reports.items():
+        rows = []
         for verdict in (Verdict.FAILED, Verdict.UNPROVEN, Verdict.DEVIATION, Verdict.NOT_APPLICABLE):
             found: dict[str, list[str]] = {}
             for result in report.of(verdict):
                 found.setdefault(result.detail, []).append(result.sentence)
-            lines += [
-                f"- {name}, {verdict.value}, {reason}: {'; '.join(sentences)}\n"
-                for reason, sentences in sorted(found.items())
-            ]
-    return f"\n## What was not tried, and why\n\n{''.join(lines)}" if lines else ""
+            rows += [[verdict.value, reason, "; ".join(found[reason])] for reason in sorted(found)]
+        if rows:
+            parts.append(f"\n### {name}\n\n{_table(['verdict', 'because', 'properties'], rows)}")
+    return "\n## What was not tried, and why\n" + "".join(parts) if parts else ""
 
 
 def _mark(report: ReportDocument, name: str) -> str:
