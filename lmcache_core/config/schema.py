@@ -56,7 +56,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ByteSize | None,
         Meta(
             description="Hard bound on the bytes this tier occupies, temporaries and index included. "
-            "Without it the backend's own bound holds."
+            "Required unless the store is shared or evicts by itself. At least 8KiB."
         ),
     ] = None
     write: Annotated[
@@ -68,7 +68,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(description="When a chunk found here is copied to the tiers before it."),
     ] = "always"
     deadline: Annotated[
-        Duration, Meta(description="How long one call to the tier may take. A later answer counts as a miss.")
+        Duration,
+        Meta(
+            description="How long one call to the tier may take. A later answer counts as a miss. At least 1ms."
+        ),
     ] = Duration("5s")
     max_in_flight: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -76,7 +79,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = None
     in_flight_bytes: Annotated[
         ByteSize,
-        Meta(description="Bytes that running and queued calls may cover. Beyond it the tier answers busy."),
+        Meta(
+            description="Bytes that running and queued calls may cover; at least one frame of the model. "
+            "Beyond it the tier answers busy."
+        ),
     ] = ByteSize("512MiB")
     queue: Annotated[int, Meta(ge=1, description="Calls that may wait for their turn.")] = 1024
     breaker: BreakerConfig = BreakerConfig()
@@ -97,7 +103,11 @@ class MemoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The process's frame memory, beside what memory tiers are given as their capacity."""
 
     staging: Annotated[
-        ByteSize, Meta(description="Memory for frames on their way between the engine and the tiers.")
+        ByteSize,
+        Meta(
+            description="Memory for frames on their way between the engine and the tiers; at least two frames "
+            "of the model."
+        ),
     ] = ByteSize("512MiB")
     huge_pages: Annotated[bool, Meta(description="Ask the kernel for huge pages.")] = True
     debug_leases: Annotated[
