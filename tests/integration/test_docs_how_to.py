@@ -11,39 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from store_and_load import PROGRAM
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-backend.md"
-
-USE = """
-import sys
-from array import array
-from lmcache_core import CacheEngine, ModelRecord, Part, load_config
-
-LAYERS, NBYTES = 2, 32
-config = load_config("cache.yaml")
-model = ModelRecord(weights="w", config={}, chunk_tokens=config.chunk_tokens)
-part = Part(layers=(0, LAYERS), heads=(0, 1), content_format="kv float32 4", content_nbytes=NBYTES)
-tokens = array("i", range(1000))
-
-def layer(n, first, count):
-    numbers = range(n * 10_000 + first, n * 10_000 + first + count)
-    return b"".join(number.to_bytes(4, "little") * (NBYTES // 4) for number in numbers)
-
-class KV:
-    def gather(self, first, count, payload):
-        for n, memory in enumerate(payload):
-            memory[:] = layer(n, first, count)
-
-    def scatter(self, first, count, payload):
-        for n, memory in enumerate(payload):
-            assert bytes(memory) == layer(n, first, count)
-
-with CacheEngine(config, model=model, part=part) as engine:
-    if sys.argv[1] == "store":
-        print(engine.store(tokens, KV()).num_tokens, engine.flush(30.0))
-    else:
-        print(engine.retrieve(tokens, KV()).tokens_by_tier)
-"""
 
 
 def blocks() -> dict[str, str]:
@@ -99,8 +69,8 @@ def test_the_pages_config_checks_and_opens(run: Callable[..., str]) -> None:
 
 
 def test_what_one_process_stores_in_the_pages_backend_another_loads(run: Callable[..., str]) -> None:
-    assert run(USE, "store") == "992 True\n"
-    assert run(USE, "load") == "{'table': 992}\n"
+    assert run(PROGRAM, "store") == "992 True\n"
+    assert run(PROGRAM, "load") == "{'table': 992}\n"
 
 
 GROUPS = ["round-trip", "destination", "ownership", "lifecycle", "honesty", "capacity"]

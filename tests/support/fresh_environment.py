@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -29,25 +28,23 @@ class FreshEnvironment:
         self.python = directory / "venv" / "bin" / "python"
         [self._packages] = (directory / "venv" / "lib").glob("python*/site-packages")
 
-    def install(self, projects: Sequence[Path], *, extras: Iterable[str] = ()) -> None:
-        """Builds a wheel of each project, from a copy of its files, and installs them."""
+    def install(self, *projects: Path, extra: str = "") -> None:
+        """Builds a wheel of each project, from a copy of its files, and installs them, with that extra."""
         copies = [self._copy(project) for project in projects]
         before = set(self._wheels.glob("*"))
-        offline = ["--disable-pip-version-check", "--quiet", "--no-deps", "--no-index"]
-        self._pip("wheel", *offline, "--no-build-isolation", "-w", str(self._wheels), *map(str, copies))
+        self._pip("wheel", "--no-build-isolation", "-w", str(self._wheels), *map(str, copies))
         wheels = sorted(set(self._wheels.glob("*")) - before)
-        self._pip("--python", str(self.python), "install", *offline, *map(str, wheels))
+        self._pip("install", *map(str, wheels))
         for wheel in wheels:
-            self._link_dependencies(wheel.name.split("-", 1)[0], set(extras))
+            self._link_dependencies(wheel.name.split("-", 1)[0], extra)
 
-    def run(self, *command: str, cwd: Path, timeout_s: float = 150) -> str:
+    def run(self, *command: str, cwd: Path, timeout_s: float = 150, **env: str) -> str:
         """The output of a command of this environment, such as `python` or `pytest`; it must succeed."""
-        executable = self.python.with_name(command[0])
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
         done = subprocess.run(
-            [executable, *command[1:]],
+            [self.python.with_name(command[0]), *command[1:]],
             cwd=cwd,
-            env={**env, "CI": ""},
+            env={**own, "CI": "", **env},
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -69,9 +66,11 @@ class FreshEnvironment:
             shutil.copytree(project, copy, ignore=leave)
         return copy
 
-    def _pip(self, *arguments: str) -> None:
+    def _pip(self, action: str, *arguments: str) -> None:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        where = [] if action == "wheel" else ["--python", str(self.python)]
         done = subprocess.run(
-            [sys.executable, "-m", "pip", *arguments],
+            [*pip, *where, action, "--no-deps", "--no-index", *arguments],
             capture_output=True,
             text=True,
             timeout=150,
@@ -79,9 +78,9 @@ class FreshEnvironment:
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def _link_dependencies(self, name: str, extras: set[str]) -> None:
+    def _link_dependencies(self, name: str, extra: str) -> None:
         [installed] = Distribution.discover(name=name, path=[str(self._packages)])
-        needed = [(text, extras) for text in installed.requires or ()]
+        needed = [(text, {extra}) for text in installed.requires or ()]
         while needed:
             text, wanted = needed.pop()
             requirement = Requirement(text)

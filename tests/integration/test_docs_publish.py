@@ -1,0 +1,198 @@
+"""Follows docs/how-to/publish-a-backend.md to the letter, in an environment made from wheels.
+
+So it also proves `lmcache-core new-plugin`: that what it makes is complete, and passes the suite as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from depot_process import Server
+from fresh_environment import ROOT, FreshEnvironment
+from store_and_load import PROGRAM
+
+PAGE = (ROOT / "docs" / "how-to" / "publish-a-backend.md").read_text(encoding="utf-8")
+SUPPORT = ROOT / "tests" / "support"
+BY_OTHER_MEANS = {"cd", "pip", "python -m build", "twine"}
+"""How commands begin that are not run as such: wheels are installed, and nothing is uploaded."""
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    return [line for language, block in blocks if not language for line in block.splitlines()]
+
+
+def command(start: str) -> list[str]:
+    [found] = [line for line in commands() if line.startswith(start)]
+    return shlex.split(found)
+
+
+def files() -> dict[str, str]:
+    """The page's code blocks whose first line is a comment with a path, by that path."""
+    return dict(re.findall(r"```\w+\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> FreshEnvironment:
+    environment = FreshEnvironment(tmp_path_factory.mktemp("fresh"))
+    environment.install(ROOT, ROOT / "conformance", ROOT / "plugins" / "cpu")
+    return environment
+
+
+@pytest.fixture(scope="module")
+def project(environment: FreshEnvironment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as it is generated, installed."""
+    place = tmp_path_factory.mktemp("author")
+    environment.run(*command("lmcache-core new-plugin"), cwd=place)
+    [project] = place.iterdir()
+    assert command("cd") == ["cd", project.name]
+    environment.install(project, extra="test")
+    (project / "cache.yaml").write_text(files()["cache.yaml"])
+    return project
+
+
+def test_every_command_of_the_page_is_known_here() -> None:
+    run = ("lmcache-core new-plugin", "pytest ", "lmcache-core conformance run", "lmcache-core plugins")
+    run += ("lmcache-core config check",)
+    others = [line for line in commands() if not line.startswith((*run, *BY_OTHER_MEANS))]
+    assert others == []
+
+
+def test_a_new_plugin_passes_its_own_tests_with_nothing_unproven(
+    environment: FreshEnvironment, project: Path
+) -> None:
+    output = environment.run(*command("pytest"), "-p", "no:cacheprovider", cwd=project)
+    verdicts = r"=+ (?:\x1b\[\d+m)*\d+ passed, \d+ not applicable in .*"
+    assert re.fullmatch(verdicts, output.splitlines()[-1])
+
+
+def test_the_report_is_written(environment: FreshEnvironment, project: Path) -> None:
+    arguments = [*command("lmcache-core conformance run"), "--strict", "--group", "round-trip"]  # part of it
+    assert environment.run(*arguments, cwd=project).splitlines()[-1].startswith("depot: 8 passed")
+    assert {"report.json", "report.html"} <= {path.name for path in project.iterdir()}
+
+
+def test_the_plugin_is_listed_as_usable(environment: FreshEnvironment, project: Path) -> None:
+    output = environment.run(*command("lmcache-core plugins"), cwd=project)
+    assert [line.split() for line in output.splitlines()[1:]] == [
+        ["conformance", "0.1.0", "-", "ok"],
+        ["cpu", "0.1.0", "1.0", "ok"],
+        ["depot", "0.1.0", "1.0", "ok"],
+    ]
+
+
+def test_what_one_process_stores_in_it_another_loads(environment: FreshEnvironment, project: Path) -> None:
+    checked = environment.run(*command("lmcache-core config check"), cwd=project)
+    assert checked == "cache.yaml: ok: memory (cpu) -> shelf (depot), all opened\n"
+    assert environment.run("python", "-c", PROGRAM, "store", cwd=project) == "992 True\n"
+    assert environment.run("python", "-c", PROGRAM, "load", cwd=project) == "{'shelf': 992}\n"
+
+
+def test_a_second_plugin_of_that_name_is_refused(environment: FreshEnvironment, project: Path) -> None:
+    with pytest.raises(AssertionError, match="lmcache-core-depot is installed and has a plugin named"):
+        environment.run(*command("lmcache-core new-plugin"), cwd=project)
+    assert not (project / "lmcache-core-depot").exists()
+
+
+@pytest.mark.parametrize(
+    "checker",
+    [
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        ["mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "lmcache_core_depot"],
+    ],
+    ids=["ruff", "format", "mypy"],
+)
+def test_the_generated_code_is_clean(project: Path, checker: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *checker],
+        cwd=ROOT if checker[0] == "mypy" else project,  # the repository's settings, and what mypy knows of it
+        env={"MYPYPATH": str(project / "src"), "PATH": "", "RUFF_NO_CACHE": "true"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_generated_ci_certifies_and_keeps_the_report(project: Path) -> None:
+    workflow = yaml.safe_load((project / ".github" / "workflows" / "ci.yml").read_text())
+    steps = [shlex.split(step.get("run", "")) for step in workflow["jobs"]["conformance"]["steps"]]
+    assert command("pytest") in steps
+    assert command("lmcache-core conformance run") in steps
+
+
+# --- the asynchronous example
+
+
+@pytest.fixture(scope="module")
+def asynchronous(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package with the page's files in place of the generated ones; to be put on the path."""
+    changed = tmp_path_factory.mktemp("changed") / project.name
+    shutil.copytree(project, changed)
+    replaced = {path: text for path, text in files().items() if path != "cache.yaml"}
+    for path, text in replaced.items():
+        assert (changed / path).exists()
+        (changed / path).write_text(text, encoding="utf-8")
+    return changed
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    server.start()
+    yield server
+    server.kill()
+
+
+def path_of(asynchronous: Path) -> str:
+    return os.pathsep.join([str(asynchronous / "src"), str(SUPPORT)])
+
+
+def test_the_asynchronous_backend_passes_everything_once_every_hook_is_there(
+    environment: FreshEnvironment, asynchronous: Path
+) -> None:
+    harness = f"{SUPPORT / 'depot_harness.py'}:DepotHarness"
+    output = environment.run(
+        *["lmcache-core", "conformance", "run", "--backend", "depot", "--harness", harness, "--strict"],
+        cwd=asynchronous,
+        PYTHONPATH=path_of(asynchronous),
+        PYTHONWARNINGS="error",
+    )
+    assert re.match(r"depot: \d+ passed, \d+ not applicable, in ", output.splitlines()[-1])
+
+
+def test_the_pages_own_harness_is_enough_to_begin_with(
+    environment: FreshEnvironment, asynchronous: Path, server: Server
+) -> None:
+    output = environment.run(
+        *["pytest", "-q", "-p", "no:cacheprovider", "-k", "reading or absent or stored"],
+        cwd=asynchronous,
+        PYTHONPATH=path_of(asynchronous),
+        DEPOT_PORT=str(server.port),
+    )
+    assert " passed" in output.splitlines()[-1]
+    assert "failed" not in output.splitlines()[-1]
+
+
+def test_what_one_engine_stores_through_the_asynchronous_backend_another_loads(
+    environment: FreshEnvironment, asynchronous: Path, server: Server, tmp_path: Path
+) -> None:
+    options = f"{{host: 127.0.0.1, port: {server.port}, space: fleet}}"
+    tier = f"{{name: depot, backend: depot, capacity: 64MiB, options: {options}}}"
+    (tmp_path / "cache.yaml").write_text(f"tiers:\n  - {tier}\n")
+    for action, printed in (("store", "992 True\n"), ("load", "{'depot': 992}\n")):
+        output = environment.run(
+            *["python", "-W", "error", "-c", PROGRAM, action], cwd=tmp_path, PYTHONPATH=path_of(asynchronous)
+        )
+        assert output == printed
