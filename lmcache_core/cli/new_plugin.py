@@ -138,7 +138,7 @@ def _package(name: str) -> str:
 
 
 def _target(source: Path, package: str) -> Path:
-    """`dot-x` stands for `.x` and `package` for the module's name: neither is packaged, or valid, as itself."""
+    """`dot-x` stands for `.x`, which wouldn't be packaged, and `package` for the module's name."""
     parts = []
     for part in source.parts:
         renamed = package if part == "package" else part.removesuffix(_SUFFIX)

@@ -97,6 +97,30 @@ def test_what_one_process_stores_in_it_another_loads(environment: FreshEnvironme
     assert environment.run("python", "-c", PROGRAM, "load", cwd=project) == "{'shelf': 992}\n"
 
 
+def test_a_second_user_of_a_generated_stores_directory_is_refused(
+    environment: FreshEnvironment, project: Path, tmp_path: Path
+) -> None:
+    holder = """
+import subprocess, sys
+from pathlib import Path
+from lmcache_core_depot.driver import DepotDriver
+
+def check():
+    command = [Path(sys.executable).with_name("lmcache-core"), "config", "check", "--open", "cache.yaml"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+driver = DepotDriver(Path("shelf"), None)
+refused = check()
+driver.close()
+print(refused.returncode, refused.stderr, check().returncode)
+"""
+    shutil.copy(project / "cache.yaml", tmp_path)
+    output = environment.run("python", "-c", holder, cwd=tmp_path)
+    assert output.startswith("1 Error: cache.yaml, line 5: tiers[1]: can't be opened: ")
+    assert "another process uses" in output
+    assert output.endswith(": give this one a directory of its own\n 0\n")
+
+
 def test_a_second_plugin_of_that_name_is_refused(environment: FreshEnvironment, project: Path) -> None:
     with pytest.raises(AssertionError, match="lmcache-core-depot is installed and has a plugin named"):
         environment.run(*command("lmcache-core new-plugin"), cwd=project)

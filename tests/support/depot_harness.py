@@ -13,8 +13,7 @@ from depot_server import MISS, REPLY, REQUEST
 from lmcache_core_depot.backend import DepotBackend
 
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core_conformance import Harness
-from lmcache_core_conformance.behind import Fault
+from lmcache_core_conformance import Fault, Harness
 
 
 class BareSocket:

@@ -5,6 +5,7 @@ call `run`. `describe` makes a document of the report, which `encode` and `rende
 """
 
 from lmcache_core_conformance.baselines import RawDriver
+from lmcache_core_conformance.behind import Fault
 from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.harness import Deviation, Harness
 from lmcache_core_conformance.html import render
@@ -17,6 +18,7 @@ __all__ = [
     "PROPERTIES",
     "BackendConformance",
     "Deviation",
+    "Fault",
     "Figure",
     "Harness",
     "NotApplicable",
