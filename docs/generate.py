@@ -19,8 +19,8 @@ checks one; `lmcache-core config schema` prints the JSON schema for editors.
 
 - A *size* is a number of bytes or text such as `512MiB`, `4GiB`, `10 GB`.
 - A *duration* is a number of seconds or text such as `100ms`, `5s`, `2m`.
-- A *path* may begin with `~`. A relative one is relative to the directory in which the process runs, not to the
-  file. Environment variables aren't expanded, and a `$` is refused.
+- A *path* may begin with `~`. A relative one is relative to the directory in which the process runs, not to
+  the file. Environment variables aren't expanded, and a `$` is refused.
 - Unknown keys are errors. Anchors, aliases and tags are not allowed.
 - A tier that keeps frames in this process's memory (`cpu`) has to be the first, and there can be one.
   [Kinds of tiers](tiers.md) says how the others behave.

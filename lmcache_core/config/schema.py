@@ -69,9 +69,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "always"
     deadline: Annotated[
         Duration,
-        Meta(
-            description="How long one call to the tier may take. A later answer counts as a miss. At least 1ms."
-        ),
+        Meta(description="How long one call to the tier may take, at least 1ms. A later answer is a miss."),
     ] = Duration("5s")
     max_in_flight: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -105,8 +103,8 @@ class MemoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     staging: Annotated[
         ByteSize,
         Meta(
-            description="Memory for frames on their way between the engine and the tiers; at least two frames "
-            "of the model."
+            description="Memory for frames on their way between the engine and the tiers; at least two "
+            "frames of the model."
         ),
     ] = ByteSize("512MiB")
     huge_pages: Annotated[bool, Meta(description="Ask the kernel for huge pages.")] = True
