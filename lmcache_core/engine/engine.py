@@ -44,7 +44,8 @@ class CacheEngine:
     miss.
 
     Raises:
-        ConfigError: the config, a plugin or a tier's place can't work. The message says what to change.
+        ConfigError: the config or a tier's place can't work. The message says what to change.
+        PluginError: a plugin doesn't keep what it declares.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,7 +84,7 @@ def explain(
     under every stored model. Tiers that another process owns show as down, with the reason.
 
     Raises:
-        ConfigError: as `CacheEngine`.
+        ConfigError, PluginError: as `CacheEngine`.
     """
     num_tokens = len(token_bytes(tokens)) // TOKEN_NBYTES
     events = EventBus()
@@ -110,7 +111,7 @@ def explain(
             for record in records.values()
         ]
     finally:
-        chain.close(0.0)
+        chain.close(time.monotonic())  # nothing was written: there is nothing to wait for
     found.sort(key=lambda finding: (not finding.same, -finding.num_tokens, len(finding.differences)))
     return Explanation(
         num_tokens=num_tokens,

@@ -49,6 +49,7 @@ class Statistics:
 
     def of(self, tier: MemoryTier | StorageTier) -> TierStats:
         index = tier.index.stats()
+        configured = tier.configured_bytes if isinstance(tier, StorageTier) else None
         with self._lock:
             counters = {"admitted": index.admitted} | dict(self._by_tier[tier.name])
             last_error = self._last_error.get(tier.name, "")
@@ -58,7 +59,7 @@ class Statistics:
             state="up" if not isinstance(tier, StorageTier) or tier.usable else "down",
             entries=index.entries,
             used_bytes=index.used_bytes,
-            capacity_bytes=index.capacity_bytes,
+            capacity_bytes=index.capacity_bytes if index.capacity_bytes is not None else configured,
             waiting_writes=tier.writes.depth() if isinstance(tier, StorageTier) else 0,
             counters=counters,
             last_error=last_error,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmcache_core.config import ByteSize, CacheConfig, TierConfig
-from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.config.faults import Place
+from lmcache_core.errors import BackendError, ConfigError, PluginError
 from lmcache_core.events import EventBus
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool, PinTable
@@ -20,7 +21,7 @@ from lmcache_core.storage import (
     TierHost,
     Verifier,
 )
-from lmcache_core.tiers.backends import prepare_tiers
+from lmcache_core.tiers.backends import PreparedTier, prepare_tiers
 from lmcache_core.tiers.chain import Policy, TierChain
 from lmcache_core.tiers.memory_tier import MemoryTier
 from lmcache_core.tiers.storage_tier import StorageTier, StorageTierOptions
@@ -45,11 +46,13 @@ def build_chain(
     `frame_nbytes` is the size of the frames most often kept, for memory to be cut to fit.
 
     Raises:
-        ConfigError: a tier that can never work as configured. What was opened is closed again.
+        ConfigError: a tier that can never work as configured.
+        PluginError: a plugin that doesn't keep what it declares.
+            Either way, what was opened is closed again.
     """
     tiers = prepare_tiers(config, registry)
     if frame_nbytes is not None:
-        _check_frame_fits(config, frame_nbytes)
+        _check_frame_fits(config, tiers, frame_nbytes)
     staging = int(config.memory.staging)
     memory_bytes = sum(int(tier.config.capacity or 0) for tier in tiers if tier.resident) + staging
     pool = MemoryPool(
@@ -66,8 +69,8 @@ def build_chain(
     chain.on_close(verifier.close)
     try:
         for prepared in tiers:
+            tier = prepared.config
             try:
-                tier = prepared.config
                 policy = Policy(write=tier.write == "through", promote=tier.promote, deadline_s=tier.deadline)
                 if prepared.resident:
                     chain.add(_memory_tier(tier, prepared.make(), chain, parts, events), policy)
@@ -79,26 +82,39 @@ def build_chain(
                     storage_tier.start()
             except ConfigError as error:
                 raise ConfigError(f"{prepared.where}: {error}") from error
+            except PluginError as error:
+                raise PluginError(f"{prepared.where}: backend {tier.backend!r}: {error}") from error
     except BaseException:
         chain.close(clock())
         raise
     return chain
 
 
-def _check_frame_fits(config: CacheConfig, frame_nbytes: int) -> None:
+def _check_frame_fits(config: CacheConfig, tiers: Sequence[PreparedTier], frame_nbytes: int) -> None:
     """A bound below one frame (one for loads and one for stores in memory) would refuse everything."""
-    bounds = [("memory.staging", config.memory.staging, 2 * frame_nbytes)]
-    for position, tier in enumerate(config.tiers):
-        bounds.append((f"tiers[{position}].in_flight_bytes", tier.in_flight_bytes, frame_nbytes))
+    bounds: list[tuple[Place, ByteSize, int]] = [
+        (("memory", "staging"), config.memory.staging, 2 * frame_nbytes)
+    ]
+    for position, prepared in enumerate(tiers):
+        tier, most = prepared.config, prepared.offers.max_value_bytes
+        bounds.append((("tiers", position, "in_flight_bytes"), tier.in_flight_bytes, frame_nbytes))
         if tier.capacity is not None:
-            bounds.append((f"tiers[{position}].capacity", tier.capacity, frame_nbytes))
-    for where, value, least in bounds:
+            bounds.append((("tiers", position, "capacity"), tier.capacity, frame_nbytes))
+        if most is not None and most < frame_nbytes:
+            fault = f"backend {tier.backend!r} stores values of at most {most:,} bytes"
+            remedy = f"{_frame(config, frame_nbytes)}: set a smaller chunk_tokens"
+            raise ConfigError(config.located(("tiers", position), f"{fault}; {remedy}"))
+    for place, value, least in bounds:
         if value < least:
+            enough = ByteSize(-(-least // 2**20) * 2**20)
+            fault = f"{value} is too little: {_frame(config, frame_nbytes)}"
             raise ConfigError(
-                f"{where}: {value} is too little: a chunk of {config.chunk_tokens} tokens of this model is a "
-                f"frame of {frame_nbytes:,} bytes; set at least {ByteSize(-(-least // 2**20) * 2**20)}, or "
-                "a smaller chunk_tokens"
+                config.located(place, f"{fault}; set at least {enough}, or a smaller chunk_tokens")
             )
+
+
+def _frame(config: CacheConfig, frame_nbytes: int) -> str:
+    return f"a chunk of {config.chunk_tokens} tokens of this model is a frame of {frame_nbytes:,} bytes"
 
 
 def _slab_nbytes(frame_nbytes: int, memory_bytes: int) -> int:
@@ -122,7 +138,7 @@ def _memory_tier(
     try:
         backend.open(host)
     except BackendError as error:
-        raise ConfigError(f"tier {config.name!r}: {error}") from error
+        raise ConfigError(str(error)) from error
     return MemoryTier(config.name, backend, int(config.capacity or 0), pins=chain.pins, events=events)
 
 

@@ -77,6 +77,7 @@ class StorageTier:
             options.name, None, pinned=lambda key: pins.pinned(options.name, key), events=events
         )
         self.writes = WriteQueue(self, pool, events.emit, clock)
+        self.configured_bytes = options.capacity_bytes
         self.capacity_bytes: int | None = None  # what the index enforces, once open
         self.exact = False
         self.capabilities = Capabilities()
@@ -130,7 +131,7 @@ class StorageTier:
         except LMCacheError as error:
             executor.close(self._clock())
             if isinstance(error, PermissionDenied):
-                raise ConfigError(f"tier {self.name!r}: {error}") from error
+                raise ConfigError(str(error)) from error
             raise
         self.capabilities = capabilities
         self.exact = exact
@@ -159,7 +160,7 @@ class StorageTier:
 
     def _bound(self, executor: TierExecutor) -> int | None:
         """What the tier may hold: the configured bound, or the smaller share that the store says is ours."""
-        bounds = (self._options.capacity_bytes, executor.backend_stats().capacity_bytes)
+        bounds = (self.configured_bytes, executor.backend_stats().capacity_bytes)
         return min([bound for bound in bounds if bound is not None], default=None)
 
     def close(self, deadline: float) -> None:
