@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from conformance_backends.catalogue import RACES, breaks
+from conformance_backends.catalogue import RACES, THROUGH_THE_CORE, breaks
 from conformance_backends.memory import FULL, MemoryBackend
 from lmcache_core.errors import BackendError
 from lmcache_core.identity.keys import StorageKey
@@ -45,7 +45,7 @@ class OpensWhenBuilt(MemoryBackend):
         self.close()
 
 
-@breaks("open_may_only_narrow_the_capabilities")
+@breaks("open_may_only_narrow_the_capabilities", also=THROUGH_THE_CORE)
 class GrowsWhenOpened(MemoryBackend):
     def open(self, host: Host) -> Capabilities | None:
         super().open(host)
@@ -158,7 +158,10 @@ class ScansNothing(MemoryBackend):
 
 @breaks(
     "a_deleted_value_is_gone_for_everyone",
-    also=("any_sequence_of_operations_agrees_with_a_plain_dictionary",),
+    also=(
+        "any_sequence_of_operations_agrees_with_a_plain_dictionary",
+        "a_batch_of_the_declared_maximum_is_taken_by_every_operation",
+    ),
 )
 class StillStatsWhatItDeleted(MemoryBackend):
     def __init__(self, config: Any) -> None:
@@ -218,7 +221,10 @@ class ContinuesByPosition(MemoryBackend):
         return Page(entries=entries, cursor=str(start + limit) if start + limit < len(keys) else None)
 
 
-@breaks("a_range_is_exactly_the_bytes_asked_for")
+@breaks(
+    "a_range_is_exactly_the_bytes_asked_for",
+    also=("ranges_in_pieces_mix_with_whole_values_in_a_batch",),
+)
 class RoundsOffsetsDown(MemoryBackend):
     def cut(self, value: bytes, item: Item) -> bytes:
         start = item.offset // (4 * PAGE) * 4 * PAGE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conformance_backends.catalogue import RACES, breaks
+from conformance_backends.catalogue import RACES, THROUGH_THE_CORE, breaks
 from conformance_backends.memory import FULL, MemoryBackend, failed, write_at
 from conformance_backends.schedule import Rendezvous
 from lmcache_core.identity.keys import StorageKey
@@ -58,7 +58,10 @@ class EncryptsInPlace(MemoryBackend):
         return value
 
 
-@breaks("changing_the_source_after_a_put_changes_nothing", also=("a_put_keeps_no_view",))
+@breaks(
+    "changing_the_source_after_a_put_changes_nothing",
+    also=("a_put_keeps_no_view", *THROUGH_THE_CORE),
+)
 class RefersToTheSource(MemoryBackend):
     def gather(self, views: Sequence[View]) -> bytes:
         if len(views) == 1 and views[0].host is not None:
@@ -66,7 +69,7 @@ class RefersToTheSource(MemoryBackend):
         return super().gather(views)
 
 
-@breaks("nothing_is_written_after_a_get_is_settled", also=("a_get_keeps_no_view", *RACES))
+@breaks("nothing_is_written_after_a_get_is_settled", also=("a_get_keeps_no_view", *THROUGH_THE_CORE, *RACES))
 class LandsLate(MemoryBackend):
     """Each get also writes into the memory of the one before."""
 
@@ -95,7 +98,13 @@ class CachesTheMemoryOfTheReader(MemoryBackend):
         return outcome
 
 
-@breaks("leases_and_holds_return_to_zero")
+@breaks(
+    "leases_and_holds_return_to_zero",
+    also=(
+        "all_memory_is_back_after_a_workload_through_the_core",
+        "a_full_medium_is_full_and_loses_nothing",
+    ),
+)
 class LeaksALeaseForEachMiss(MemoryBackend):
     def open(self, host: Host) -> Capabilities | None:
         self.pool, self.leases = host.pool, list[Lease | None]()

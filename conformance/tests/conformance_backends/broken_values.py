@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from conformance_backends.catalogue import ANYTHING, RACES, breaks
+from conformance_backends.catalogue import ANYTHING, DAMAGE, RACES, THROUGH_THE_CORE, breaks
 from conformance_backends.memory import FULL, MISS, MemoryBackend, failed, write_at
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Item, Outcome, Status, View
@@ -33,6 +33,7 @@ class GathersViewsBackwards(MemoryBackend):
 @breaks(
     "overwriting_replaces_the_whole_value",
     also=(
+        *DAMAGE,
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
         "an_overwrite_is_seen_whole_by_readers",
     ),
@@ -74,6 +75,7 @@ class LosesAValueWhenItIsReadTwice(MemoryBackend):
 @breaks(
     "an_absent_key_is_a_miss",
     also=(
+        "an_expired_call_changes_nothing",
         "a_deleted_value_is_gone_for_everyone",
         "a_full_store_says_so_and_keeps_what_it_has",
         "a_miss_touches_nothing_outside_the_views",
@@ -102,7 +104,7 @@ class StripsDashes(MemoryBackend):
         return key.strip("-")
 
 
-@breaks("a_sealed_frame_still_verifies_after_a_round_trip")
+@breaks("a_sealed_frame_still_verifies_after_a_round_trip", also=THROUGH_THE_CORE)
 class TrimsTrailingZeros(MemoryBackend):
     def gather(self, views: Sequence[View]) -> bytes:
         value = super().gather(views)
@@ -140,6 +142,7 @@ class LosesThePageAfterA64PageBlock(MemoryBackend):
 @breaks(
     "larger_views_are_an_upper_bound",
     also=(
+        "damage_is_not_an_outage",
         "a_get_keeps_no_view",
         "a_sealed_frame_still_verifies_after_a_round_trip",
         *RACES,
@@ -224,7 +227,10 @@ class NeedsAFirstItem(MemoryBackend):
         super().each(things, call, one)
 
 
-@breaks("a_batch_of_the_maximum_number_of_items_is_taken")
+@breaks(
+    "a_batch_of_the_maximum_number_of_items_is_taken",
+    also=("a_batch_of_the_declared_maximum_is_taken_by_every_operation",),
+)
 class ForgetsItemsAfterTheTwentieth(MemoryBackend):
     def put_many(self, items: Sequence[Item], call: Call) -> None:
         for index, item in enumerate(items):
@@ -250,7 +256,10 @@ class RefusesTheBatchForOneLargeValue(MemoryBackend):
         super().put_many(items, call)
 
 
-@breaks("every_item_is_settled_exactly_once_with_a_status_of_its_operation")
+@breaks(
+    "every_item_is_settled_exactly_once_with_a_status_of_its_operation",
+    also=("all_memory_is_back_after_a_workload_through_the_core",),
+)
 class SettlesTwice(MemoryBackend):
     def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         super().stat_many(keys, call)
@@ -279,7 +288,13 @@ class ClearsTheRestOfTheViews(MemoryBackend):
         super().spread(part.ljust(sum(view.nbytes for view in views), b"\0"), views)
 
 
-@breaks("views_that_are_too_small_learn_the_size")
+@breaks(
+    "views_that_are_too_small_learn_the_size",
+    also=(
+        "any_sequence_of_operations_agrees_with_a_plain_dictionary",
+        "all_memory_is_back_after_a_workload_through_the_core",
+    ),
+)
 class DoesNotSayTheSize(MemoryBackend):
     def too_small(self, item: Item, value: bytes) -> Outcome:
         return Outcome(status=Status.TOO_SMALL)
@@ -287,7 +302,11 @@ class DoesNotSayTheSize(MemoryBackend):
 
 @breaks(
     "views_that_are_too_small_learn_the_size",
-    also=("one_bad_get_leaves_the_others", "the_first_range_is_not_the_whole_value"),
+    also=(
+        "one_bad_get_leaves_the_others",
+        "the_first_range_is_not_the_whole_value",
+        "any_sequence_of_operations_agrees_with_a_plain_dictionary",
+    ),
 )
 class TruncatesIntoSmallViews(MemoryBackend):
     def too_small(self, item: Item, value: bytes) -> Outcome:

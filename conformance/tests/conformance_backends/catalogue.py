@@ -17,6 +17,22 @@ RACES = (
     "writers_of_different_keys_do_not_disturb_each_other",
     "a_call_held_up_at_any_line_does_not_spoil_another",
 )
+DAMAGE = (
+    "a_flipped_bit_is_never_served",
+    "a_truncated_or_grown_value_is_never_served",
+    "another_value_in_its_place_is_never_served",
+    "one_damaged_value_costs_only_itself",
+    "a_damaged_value_is_replaced_by_the_next_put",
+    "damage_is_not_an_outage",
+)
+THROUGH_THE_CORE = (
+    *DAMAGE,
+    "all_memory_is_back_after_a_workload_through_the_core",
+    "a_forked_child_is_refused_and_leaves_its_parent_alone",
+    "closing_through_the_core_is_quick_and_final",
+    "the_memory_of_a_late_read_is_kept_until_the_backend_lets_go",
+    "a_put_that_lands_late_tells_the_truth",
+)
 
 
 @dataclass(frozen=True)

@@ -233,11 +233,14 @@ KILLS = (
     "kill_9_during_a_put_leaves_all_of_it_or_nothing",
     "kill_9_during_an_overwrite_leaves_the_old_or_the_new_value",
     "kill_9_during_a_delete_leaves_the_value_or_nothing",
+    "kill_9_while_room_is_made_leaves_each_value_whole_or_absent",
 )
+CHANGES = ("a_full_medium_is_full_and_loses_nothing", "a_read_only_medium_refuses_writes_and_serves_reads")
 REOPENS = (
     "values_survive_close_and_reopen",
     "a_put_that_was_acknowledged_survives_kill_9",
     "deleted_values_stay_deleted_after_reopen",
+    "what_belongs_to_others_is_neither_listed_nor_touched",
     *KILLS,
 )
 
@@ -259,7 +262,17 @@ class ForgetsOnlyInMemory(FileBackend):
         super().index()
 
 
-@breaks("a_put_that_was_acknowledged_survives_kill_9", also=(*KILLS, *RACES))
+@breaks(
+    "a_put_that_was_acknowledged_survives_kill_9",
+    also=(
+        *KILLS,
+        *RACES,
+        *CHANGES,
+        "any_sequence_of_operations_agrees_with_a_plain_dictionary",
+        "close_does_not_wait_for_a_stalled_call",
+        "lost_events_in_any_order_never_hide_a_newer_copy",
+    ),
+)
 class WritesBehind(FileBackend):
     """Keeps the last value in memory until the next call."""
 
@@ -291,7 +304,7 @@ class WritesBehind(FileBackend):
 
 @breaks(
     "kill_9_during_a_put_leaves_all_of_it_or_nothing",
-    also=RACES,
+    also=(*KILLS, *RACES),
 )
 class WritesNewValuesUnderTheirName(FileBackend):
     def store(self, key: StorageKey, value: bytes) -> None:
@@ -315,7 +328,7 @@ class OverwritesInPlaceOnDisk(FileBackend):
 
 @breaks(
     "kill_9_during_an_overwrite_leaves_the_old_or_the_new_value",
-    also=RACES,
+    also=(*RACES, *CHANGES),
 )
 class RemovesTheOldValueFirst(FileBackend):
     def store(self, key: StorageKey, value: bytes) -> None:

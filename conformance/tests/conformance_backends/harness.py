@@ -24,13 +24,13 @@ class SmallHarness(Harness):
     small_capacity_bytes = MIB
     large_value_bytes = 2 * MIB
     limit_s = 20.0
-    stalled_deadline_s = 0.1
-    slack_s = 0.6
+    stalled_deadline_s = 0.04
+    slack_s = 0.5
     threads_end_s = 0.05
     meeting_s = 0.5
     rounds = 30
     interruptions = 20
-    examples = 10
+    examples = 15
     crash_points = 24
     measurements = 2
     directory = (

@@ -66,20 +66,21 @@ class Space:
             threading.Thread(target=self.serve, args=(connection,), daemon=True).start()
 
     def kill(self) -> None:
-        if self.fault != "killed":
+        if self.listener.fileno() >= 0:
             self.listener.shutdown(socket.SHUT_RDWR)
             self.listener.close()
         for connection in list(self.connections):
             reset(connection)
 
     def set_fault(self, fault: str) -> None:
-        if fault == "killed":
-            self.kill()
-        if self.fault == "killed" and fault != "killed":
-            self.listen()
+        before = self.fault
         with self.changed:
             self.fault = fault
             self.changed.notify_all()
+        if fault == "killed":
+            self.kill()
+        elif before == "killed":
+            self.listen()
 
     # -- one connection --------------------------------------------------------------------------
 
@@ -90,6 +91,8 @@ class Space:
                 verb, name_nbytes, limit, offset, nbytes = REQUEST.unpack(
                     self.receive(connection, REQUEST.size)
                 )
+                if self.fault == "killed":
+                    raise Cut
                 self.requests += 1
                 name = self.receive(connection, name_nbytes).decode()
                 content = self.receive(connection, nbytes, halfway=verb == b"P") if verb == b"P" else b""

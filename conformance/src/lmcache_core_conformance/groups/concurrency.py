@@ -101,7 +101,7 @@ class Concurrency(Group):
         """A read that goes back in time (stale cache, lost delete) shows in no single call: record all."""
         store = self.bench.open()
         per_thread = max(_OPERATIONS_A_HISTORY // self._threads(), 3)
-        for number in range(max(self.bench.harness.rounds // 20, 3)):
+        for number in range(max(self.bench.harness.rounds // 10, 1)):
             register = _Register(store, f"race-{number}", self.bench.fit(2))
             workers = [
                 register.worker(random.Random(number * 10 + n), per_thread)  # noqa: S311

@@ -51,14 +51,12 @@ class Retention(Group):
         _, store = self._small()
         values = list(itertools.islice(self._filling(), 2 * _VALUES_TO_FILL))
         missing = 0
-        for key, value in values:
+        for n, (key, value) in enumerate(values):
             self.put(store, key, value)
-            for known, content in values:
+            for known, content in values[n % 8 :: 8]:
                 stat = store.stat(known)
                 if stat.status is Status.OK:
                     check(stat.nbytes == len(content), "stat of a value under eviction has another length")
-                if known == key:
-                    break
         for key, value in values:
             stat, got = store.stat(key), store.get(key, len(value))
             if stat.status is Status.OK:

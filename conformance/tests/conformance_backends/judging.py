@@ -1,0 +1,58 @@
+"""Runs the suite on the backends of this package. Called in processes of their own, two at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conformance_backends import (  # noqa: F401 (they fill the catalogue)
+    broken_conduct,
+    broken_core,
+    broken_corruption,
+    broken_network,
+    broken_performance,
+    broken_sharing,
+    broken_values,
+)
+from conformance_backends.asynchronous import AsynchronousBackend
+from conformance_backends.catalogue import ANYTHING, CATALOGUE
+from conformance_backends.files import FileBackend
+from conformance_backends.harness import SmallHarness
+from conformance_backends.memory import MemoryBackend
+from conformance_backends.network import NetworkBackend
+from conformance_backends.resident import ResidentBackend
+from lmcache_core_conformance import PROPERTIES, Report, Verdict, run
+
+CORRECT = (MemoryBackend, FileBackend, ResidentBackend, NetworkBackend, AsynchronousBackend)
+_FIGURES_ONLY = "performance"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the suite says of a broken backend: of its own property, and of all that should hold."""
+
+    caught: bool
+    others: dict[str, str]
+
+
+def failures(report: Report) -> dict[str, str]:
+    return {result.prop.name: result.reason for result in report.of(Verdict.FAILED)}
+
+
+def certify(index: int) -> Report:
+    """The whole suite on a correct backend."""
+    return run(SmallHarness(CORRECT[index]))
+
+
+def judge(index: int) -> Judgement:
+    """A broken backend's own property with full effort, the others with as little as shows neighbours."""
+    broken = CATALOGUE[index]
+    harness = SmallHarness(broken.backend)
+    harness.interruptions = 60
+    harness.enforce_performance = True
+    caught = broken.fails in failures(run(harness, properties=[broken.fails]))
+    if broken.also == ANYTHING:
+        return Judgement(caught, {})
+    harness.crash_points = harness.rounds = 4
+    harness.examples, harness.interruptions = 2, 1
+    names = {prop.name for prop in PROPERTIES if prop.group != _FIGURES_ONLY}
+    return Judgement(caught, failures(run(harness, properties=names - {broken.fails, *broken.also})))
