@@ -39,7 +39,7 @@ class Behind:
     """
 
     def raw_get(self, tmp: Path, key: StorageKey) -> bytes | None:
-        """What the medium holds under `key`, byte for byte; None for nothing."""
+        """The value that the medium holds under `key`, byte for byte; None for nothing."""
         raise Unproven("harness hook `raw_get` is missing")
 
     def raw_put(self, tmp: Path, key: StorageKey, value: bytes) -> None:

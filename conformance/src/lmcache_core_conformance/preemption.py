@@ -61,6 +61,27 @@ def interrupt(first: Callable[[], None], line: int, second: Callable[[], None]) 
     return count
 
 
+def at_every_line(call: Callable[[], None], look: Callable[[], None]) -> None:
+    """Runs `call`, and `look` before each line of foreign code that it comes to on this thread.
+
+    Raises:
+        BaseException: what either of them raised.
+    """
+    raised: list[BaseException] = []
+
+    def at_line() -> None:
+        try:
+            if not raised:
+                look()
+        except BaseException as error:  # noqa: BLE001 (raised below: the backend must not swallow it)
+            raised.append(error)
+
+    with _traced(at_line):
+        call()
+    if raised:
+        raise raised[0]
+
+
 class Preemption:
     """Shared by the threads of one race. Each enters `thread`, and calls `completed` after each call."""
 

@@ -61,6 +61,20 @@ class ServesTheOldCopyWhenNothingIsRight(FallsBackToTheOldCopy):
         return len(value) == len(newest) and value[:8] == bytes(8)
 
 
+@breaks("what_lies_in_the_medium_is_what_was_put")
+class StoresItsBytesInverted(FileBackend):
+    """Put and get agree with each other, and with no other program."""
+
+    _inverted = bytes(255 - byte for byte in range(256))
+
+    def store(self, key: StorageKey, value: bytes) -> None:
+        super().store(key, value.translate(self._inverted))
+
+    def read(self, key: StorageKey) -> bytes | None:
+        value = super().read(key)
+        return None if value is None else value.translate(self._inverted)
+
+
 @breaks("one_damaged_value_costs_only_itself", also=RACES)
 class FailsTheBatchForOneShortFile(FileBackend):
     def get_many(self, items: Sequence[Item], call: Call) -> None:

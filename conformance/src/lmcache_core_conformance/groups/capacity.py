@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import Status
+from lmcache_core.storage.contract import Outcome, Status
 from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.driver import Store
+from lmcache_core_conformance.preemption import at_every_line
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, check
@@ -54,6 +55,26 @@ class Capacity(Group):
                 store.put(key, value_of(key, version, len(value)))
                 self._check_bound(store, place, bound, watched)
 
+    def test_the_bound_is_not_exceeded_for_a_moment(self) -> None:
+        """A temporary that is gone when the call returns still filled the disk that others write to."""
+        self.bench.require_medium("file", why="what it holds can't be looked at between two lines")
+        bound, place = self.bench.harness.small_capacity_bytes, self.bench.place()
+        store = self.bench.open(place, capacity_bytes=bound)
+        values = self._values()
+        for key, value in values:
+            if store.put(key, value).status is Status.FULL:
+                break
+
+        def look() -> None:
+            occupied = self.bench.harness.medium_bytes(place.directory)
+            check(
+                occupied <= bound, f"during a put the medium holds {occupied} bytes under a bound of {bound}"
+            )
+
+        for version, (key, value) in enumerate(values[:3], start=2):
+            new = value_of(key, version, len(value))
+            at_every_line(lambda key=key, new=new: _discard(store.put(key, new)), look)  # type: ignore[misc]
+
     @needs("delete")
     def test_deleting_makes_room_again(self) -> None:
         """Room that deleting doesn't give back makes a tier that works until it is full once."""
@@ -94,3 +115,7 @@ class Capacity(Group):
         if watched:
             occupied = self.bench.harness.medium_bytes(place.directory)
             check(occupied <= bound, f"the medium holds {occupied} bytes under a bound of {bound}")
+
+
+def _discard(outcome: Outcome) -> None:
+    """FULL or not: what was stored meanwhile is what counts."""

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from lmcache_core.errors import NotSupported
 from lmcache_core.storage.contract import Call, Capabilities, Status
+from lmcache_core_conformance.behind import Behind
 from lmcache_core_conformance.bench import uneven_cuts
 from lmcache_core_conformance.driver import Buffer, RecordingCall, Want, item_for
 from lmcache_core_conformance.properties import Group, needs
@@ -186,6 +187,8 @@ class Honesty(Group):
         promises = [field.name for field in fields(Capabilities) if field.name not in _NO_PROMISES]
         untried = sorted(name for name in promises if getattr(offered, name) and name not in exercised)
         check(not untried, f"capabilities {', '.join(untried)} are declared, and no property exercises them")
+        shown = Behind.wrong_credentials is not type(self.bench.harness).wrong_credentials
+        check(shown or not offered.authenticated, "authenticated is declared: show it by `wrong_credentials`")
         foreign = sorted(offered.devices - {"cpu"})
         check(not foreign, f"devices {', '.join(foreign)} are declared; only host memory is exercised here")
 

@@ -9,7 +9,7 @@ from lmcache_core_conformance.bench import uneven_cuts
 from lmcache_core_conformance.driver import Want
 from lmcache_core_conformance.model import live
 from lmcache_core_conformance.properties import Group
-from lmcache_core_conformance.values import PAGE, PART, key_named, sealed_frame, value_of
+from lmcache_core_conformance.values import PAGE, PART, difference, key_named, sealed_frame, value_of
 from lmcache_core_conformance.verdicts import check
 
 
@@ -32,6 +32,19 @@ class RoundTrip(Group):
         for pieces in (1, 4, 23):
             got = store.get_many([Want(key, tuple(uneven_cuts(len(value), pieces)))])[0]
             self.check_value(got, value, f"a value put in 9 views and read into {pieces}")
+
+    def test_what_lies_in_the_medium_is_what_was_put(self) -> None:
+        """Put and get that are wrong in the same way agree with each other, and with nobody else."""
+        self.bench.require_medium("file", "network", why="there is no other way to look at it")
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("from outside")
+        for version, pages in enumerate((5, 2)):
+            value = value_of(key, version, self.bench.fit(pages))
+            self.put(store, key, value)
+            seen = self.bench.harness.raw_get(place.directory, key)
+            check(seen is not None, "the medium holds nothing under the key of a stored value")
+            if seen is not None:
+                check(seen == value, f"the medium, seen from outside: {difference(value, seen)}")
 
     def test_overwriting_replaces_the_whole_value(self) -> None:
         """A new value that leaves the end of a longer old one behind is a mixture of two chunks."""
