@@ -161,6 +161,49 @@ def test_a_lower_capacity_drops_the_oldest_values(open_disk: OpenDisk) -> None:
     assert occupied_nbytes(disk.path) <= 2 * MIB
 
 
+def test_a_lower_capacity_drops_children_before_their_parents(open_disk: OpenDisk) -> None:
+    disk = open_disk(host=Host(capacity_bytes=4 * MIB))
+    count = 0
+    while disk.put(f"a-{count}", count, 16, parent=f"a-{count - 1}" if count else None).status is Status.OK:
+        count += 1
+    disk.close()
+    disk = open_disk(host=Host(capacity_bytes=2 * MIB))
+    left = disk.keys()
+    assert 0.4 * count < len(left) < 0.5 * count
+    assert left == [f"a-{number}" for number in range(len(left))]
+
+
+def test_a_lower_capacity_drops_the_oldest_family_whole_before_the_next(open_disk: OpenDisk) -> None:
+    disk = open_disk(host=Host(capacity_bytes=4 * MIB))
+    disk.put("root", 1)
+    for number in range(10):  # written in turns
+        for family in ("old", "new"):
+            parent = f"{family}-{number - 1}" if number else "root"
+            assert disk.put(f"{family}-{number}", number, 16, parent=parent).status is Status.OK
+    disk.close()
+    capacity = 16 * 16 * PAGE  # less than both, more than one
+    disk = open_disk(host=Host(capacity_bytes=capacity))
+    left = disk.keys()
+    kept = {family: sum(key.startswith(family) for key in left) for family in ("root", "old", "new")}
+    assert kept["root"] == 1
+    assert kept["new"] == 10
+    assert 0 < kept["old"] < 10
+    assert all(f"old-{number}" in left for number in range(kept["old"]))
+
+
+@pytest.mark.parametrize("parents", [("a-0", "a-1"), ("a-1", "a-0")], ids=["themselves", "a ring"])
+def test_a_lower_capacity_is_kept_to_even_where_parents_form_a_ring(
+    open_disk: OpenDisk, parents: tuple[str, str]
+) -> None:
+    disk = open_disk(host=Host(capacity_bytes=4 * MIB))
+    for number, parent in enumerate(parents):
+        assert disk.put(f"a-{number}", number, 150, parent=parent).status is Status.OK
+    disk.close()
+    disk = open_disk(host=Host(capacity_bytes=MIB))
+    assert disk.keys() == ["a-1"]
+    assert occupied_nbytes(disk.path) <= MIB
+
+
 def test_when_others_hold_all_the_capacity_the_tier_is_down(open_disk: OpenDisk) -> None:
     first = open_disk(host=Host(capacity_bytes=4 * MIB))
     fill(first, "a")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -70,13 +72,32 @@ class Catalog:
         with self._lock:  # a replacement takes two steps: without it, a reader might fall between
             return self._values.get(key)
 
-    def oldest(self) -> StorageKey | None:
-        with self._lock:
-            return next(iter(self._values), None)
-
     def snapshot(self) -> list[Value]:
         with self._lock:
             return list(self._values.values())
+
+    def shedding_order(self) -> Iterator[StorageKey]:
+        """Every key, in the order to drop them: a child before its parent, of the leaves the oldest first.
+
+        So the family that was written longest ago goes first, from its far end on, and what is left at any
+        moment can be reached. Keys whose parents form a ring, which no engine writes, come last.
+        """
+        values = self.snapshot()
+        tokens = {value.key: value.token for value in values}
+        parents = {value.key: parent for value in values if (parent := value.parent) in tokens}
+        num_children = Counter(parents.values())
+        leaves = [(token, key) for key, token in tokens.items() if not num_children[key]]
+        heapq.heapify(leaves)
+        while leaves:
+            _, key = heapq.heappop(leaves)
+            del tokens[key]
+            yield key
+            parent = parents.get(key)
+            if parent is not None:
+                num_children[parent] -= 1
+                if not num_children[parent]:
+                    heapq.heappush(leaves, (tokens[parent], parent))
+        yield from tokens
 
     def acquire(self, key: StorageKey) -> Value | None:
         """The value, its slot safe from recycling until `release`."""

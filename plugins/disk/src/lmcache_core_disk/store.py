@@ -101,14 +101,15 @@ class Store:
             self._claiming.release()
 
     def _trim(self, bound_nbytes: int) -> None:
-        """Drops free slots, then the oldest values, until all that is used fits `bound_nbytes`."""
+        """Drops free slots, then values, children first, until all that is used fits `bound_nbytes`."""
         self.slots.limit = bound_nbytes
         self.slots.shrink()
-        while self.slots.used_nbytes > bound_nbytes:
-            oldest = self.catalog.oldest()
-            if oldest is None:
+        if self.slots.used_nbytes <= bound_nbytes:
+            return
+        for key in self.catalog.shedding_order():
+            self.catalog.remove(key, _OPENING)
+            if self.slots.used_nbytes <= bound_nbytes:
                 break
-            self.catalog.remove(oldest, _OPENING)
 
     def _take_in(self, other: Shard) -> None:
         """Moves the values of a shard that nobody owns into this one, by renaming, and removes it."""
