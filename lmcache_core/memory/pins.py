@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -60,7 +61,10 @@ class PinTable:
 
         Raises:
             LeaseError: that lookup id belongs to another owner.
+            ValueError: `ttl_s` is no finite number above 0.
         """
+        if not 0 < ttl_s <= sys.float_info.max:  # nan would never expire, nor would any later pin
+            raise ValueError(f"a pin lasts a finite number of seconds above 0, not {ttl_s}")
         with self._lock:
             now = self._clock()
             self._expire(now)

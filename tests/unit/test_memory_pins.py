@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 
@@ -114,6 +115,19 @@ def test_a_lookup_of_another_owner_is_not_extended(pins: PinTable) -> None:
     lookup_id = pins.pin([("cpu", A)], owner="engine", ttl_s=60)
     with pytest.raises(LeaseError, match="pinned by engine, not by intruder"):
         pins.pin([("cpu", B)], owner="intruder", ttl_s=60, lookup_id=lookup_id)
+    assert not pins.pinned("cpu", B)
+
+
+@pytest.mark.parametrize("ttl_s", [math.nan, math.inf, -math.inf, 0, -1.0, 10**400])
+def test_a_lifetime_that_is_none_is_refused_and_later_pins_expire(
+    pins: PinTable, clock: Clock, ttl_s: float
+) -> None:
+    with pytest.raises(ValueError, match="a finite number of seconds above 0"):
+        pins.pin([("cpu", A)], owner="engine", ttl_s=ttl_s)
+    assert pins.active() == ()
+    pins.pin([("cpu", B)], owner="engine", ttl_s=1)
+    clock.now += 1
+    assert pins.active() == ()
     assert not pins.pinned("cpu", B)
 
 
