@@ -124,13 +124,13 @@ def _fault(operation: Operation, target: Item | StorageKey, outcome: object) -> 
     status, nbytes = outcome.status, outcome.nbytes
     if status is Status.TIMEOUT:
         return "TIMEOUT is for the core to say"
-    if status not in _ALLOWED[operation]:
+    if not isinstance(status, Status) or status not in _ALLOWED[operation]:
         return f"{status!r} is no outcome of a {operation.value}"
     if type(nbytes) is not int or nbytes < 0:
         return f"nbytes is {nbytes!r}"
     if outcome.stored is not None and (type(outcome.stored) is not int or outcome.stored < 0):
         return f"stored is {outcome.stored!r}"
-    if outcome.token is not None and type(outcome.token) is not int:
+    if outcome.token is not None and (type(outcome.token) is not int or outcome.token < 0):
         return f"token is {outcome.token!r}"
     if outcome.error is not None and not isinstance(outcome.error, BaseException):
         return f"the error is a {type(outcome.error).__name__}"

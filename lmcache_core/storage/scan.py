@@ -44,7 +44,7 @@ class ScanJob(Job):
             page = self._scan(call, self._prefix, cursor, PAGE_ENTRIES)
             for entry in page.entries:
                 self._check(entry)
-            entries.extend(page.entries)
+                entries.append(entry)
             if page.cursor is None:
                 break
             if page.cursor == cursor:
@@ -80,9 +80,23 @@ class ScanJob(Job):
     def _check(self, entry: Entry) -> None:
         if not isinstance(entry, Entry):
             raise BackendError(f"the scan returned a {type(entry).__name__}")
-        if not (isinstance(entry.key, str) and KEY_PATTERN.fullmatch(entry.key)):
+        if not _is_key(entry.key):
             raise BackendError("the scan returned a key that is none")
         if not entry.key.startswith(self._prefix):
             raise BackendError(f"the scan for {self._prefix!r} returned {entry.key}")
-        if type(entry.nbytes) is not int or entry.nbytes < 0:
-            raise BackendError(f"the scan says that {entry.key} has {entry.nbytes!r} bytes")
+        for name, value, fine in (
+            ("nbytes", entry.nbytes, _is_number(entry.nbytes)),
+            ("stored", entry.stored, entry.stored is None or _is_number(entry.stored)),
+            ("token", entry.token, entry.token is None or _is_number(entry.token)),
+            ("parent", entry.parent, entry.parent is None or _is_key(entry.parent)),
+        ):
+            if not fine:
+                raise BackendError(f"the scan says that {name} is {value!r}", key=entry.key)
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, str) and KEY_PATTERN.fullmatch(value) is not None
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and value >= 0

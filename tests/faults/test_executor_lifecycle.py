@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 
@@ -253,11 +254,44 @@ def test_a_scan_collects_all_pages() -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("nbytes", "4096"),
+        ("nbytes", True),
+        ("stored", -5),
+        ("stored", "4096"),
+        ("stored", 4096.0),
+        ("token", -1),
+        ("token", "7"),
+        ("parent", ["c-1"]),
+        ("parent", "../../etc"),
+        ("parent", 7),
+    ],
+)
+def test_an_entry_with_a_field_that_makes_no_sense_is_an_error_that_names_it(
+    field: str, value: object
+) -> None:
+    with Scenario() as scenario:
+        entry = dataclasses.replace(Entry(key=key_of(1), nbytes=4096), **{field: value})  # type: ignore[arg-type]
+        scenario.backend.pages = lambda call, prefix, cursor, limit: Page(entries=[entry])
+        with pytest.raises(BackendError) as caught:
+            scenario.executor.scan("c-", scenario.clock() + 10)
+        assert str(caught.value) == f"slow scan {key_of(1)}: the scan says that {field} is {value!r}"
+
+
+def test_a_scan_believes_large_values_and_pages_that_can_be_read_only_once() -> None:
+    with Scenario() as scenario:
+        found = [Entry(key=key_of(1), nbytes=1 << 70, stored=1 << 71, token=0, parent=key_of(2))]
+        scenario.backend.pages = lambda *_: Page(entries=iter(found))  # type: ignore[arg-type]
+        assert scenario.executor.scan("c-", scenario.clock() + 10) == found
+
+
+@pytest.mark.parametrize(
     ("page", "message"),
     [
         (Page(entries=[Entry(key=StorageKey("../../etc"), nbytes=1)]), "a key that is none"),
         (Page(entries=[Entry(key=StorageKey("n-00"), nbytes=1)]), "returned n-00"),
-        (Page(entries=[Entry(key=key_of(1), nbytes=-1)]), "-1 bytes"),
+        (Page(entries=[Entry(key=key_of(1), nbytes=-1)]), "c-.*: .* nbytes is -1"),
         (Page(entries=["c-1"]), "returned a str"),  # type: ignore[list-item]
         (Page(entries=[], cursor="a"), "doesn't advance"),
         (None, "NoneType"),

@@ -40,12 +40,14 @@ LIES = [
     (Operation.GET, Outcome(status=Status.TIMEOUT)),
     (Operation.GET, Outcome(status=Status.TOO_SMALL, nbytes=FRAME_NBYTES)),
     (Operation.GET, Outcome(status="ok")),  # type: ignore[arg-type]
+    (Operation.GET, Outcome(status=[])),  # type: ignore[arg-type]
     (Operation.GET, None),
     (Operation.GET, True),
     (Operation.GET, Outcome(status=Status.FAILED, error="it broke")),  # type: ignore[arg-type]
     (Operation.PUT, Outcome(status=Status.OK, nbytes=100)),
     (Operation.PUT, Outcome(status=Status.OK, stored=-1)),
     (Operation.PUT, Outcome(status=Status.OK, token="v1")),  # type: ignore[arg-type]
+    (Operation.PUT, Outcome(status=Status.OK, token=-1)),
     (Operation.PUT, Outcome(status=Status.MISS)),
     (Operation.PUT, Outcome(status=Status.TIMEOUT)),
     (Operation.STAT, Outcome(status=Status.OK, nbytes=-1)),
