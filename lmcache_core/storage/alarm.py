@@ -55,5 +55,5 @@ class Alarm:
                 self._next_at = math.inf
             try:
                 self._ring()
-            except Exception:
+            except BaseException:  # recorded boundary: without this thread no deadline would be kept
                 log.exception("a deadline could not be dealt with")

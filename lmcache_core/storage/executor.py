@@ -43,7 +43,8 @@ from lmcache_core.storage.attempt import Attempt
 from lmcache_core.storage.breaker import Breaker, BreakerState
 from lmcache_core.storage.call import Job, Operation
 from lmcache_core.storage.contract import Backend, BackendStats, C, Capabilities, Entry, Host, Outcome, Status
-from lmcache_core.storage.faults import failed, wrapped
+from lmcache_core.storage.crew import Crew
+from lmcache_core.storage.faults import failed, is_interrupt, wrapped
 from lmcache_core.storage.lifecycle import close_backend, open_backend
 from lmcache_core.storage.retry import RetryBudget
 from lmcache_core.storage.scan import ScanJob
@@ -119,11 +120,13 @@ class TierExecutor:
         self._traffic = Traffic(
             max_in_flight=max_in_flight, in_flight_bytes=in_flight_bytes, queue_limit=queue_limit
         )
+        self._crew = Crew(host.tier, self._traffic, self._run)
         self._pid = os.getpid()
         self._life = threading.Lock()  # guards changes of _state
         self._state = _State.BUILT
         self._counting = threading.Lock()  # guards _counters
         self._counters: Counter[str] = Counter()
+        self._interrupt: BaseException | None = None  # the main thread's alone
         read_breaker.watch(partial(self._breaker_changed, "read"))
         write_breaker.watch(partial(self._breaker_changed, "write"))
 
@@ -176,17 +179,20 @@ class TierExecutor:
         transfer = Transfer(job, self)
         if os.getpid() != self._pid:
             self._drop(transfer, self._failed(BackendClosed, "used in a forked process", transfer))
+            self._pass_on_interrupt()
             return
         refusal = self._refusal(transfer)
-        if refusal is None and (busy := self._traffic.admit(transfer)):
-            refusal = self._error(BackendUnavailable, busy, transfer)
+        try:
+            if refusal is None and (busy := self._traffic.admit(transfer)):
+                refusal = self._error(BackendUnavailable, busy, transfer)
+        finally:
+            if transfer.admitted:  # even when Ctrl-C comes right behind
+                self._alarm.at(transfer.deadline)
+                self._staff()
+        self.count("submitted" if refusal is None else "refused")
         if refusal is not None:
-            self.count("refused")
             self._drop(transfer, failed(refusal))
-            return
-        self.count("submitted")
-        self._alarm.at(transfer.deadline)
-        self._staff()
+        self._pass_on_interrupt()
 
     def cancel(self, job: Job) -> bool:
         """Takes `job` out of the queue and settles it FAILED; False when it isn't queued (any more)."""
@@ -194,6 +200,7 @@ class TierExecutor:
         if transfer is None:
             return False
         self._drop(transfer, self._failed(BackendError, "cancelled before it ran", transfer))
+        self._pass_on_interrupt()
         return True
 
     def scan(self, prefix: str, deadline: float) -> list[Entry]:
@@ -246,6 +253,7 @@ class TierExecutor:
             if transfer.give_up(self._failed(BackendClosed, "closed while it ran", transfer)):
                 self._traffic.mark_stuck(transfer)
         self._alarm.stop()
+        self._pass_on_interrupt()
 
     def stats(self) -> ExecutorStats:
         with self._counting:
@@ -257,11 +265,18 @@ class TierExecutor:
             counters=counters,
         )
 
+    @property
+    def refuses_reads(self) -> bool:
+        """The read breaker is open, and its cool-down not over."""
+        return self._read_breaker.refusing
+
     def backend_stats(self) -> BackendStats:
         """The backend's own counters; empty ones where it fails to tell."""
         try:
             stats = self._backend.stats()
-        except Exception:  # recorded boundary: plugins are foreign code
+        except BaseException as error:  # recorded boundary: plugins are foreign code
+            if is_interrupt(error):
+                raise
             log.exception("tier %s: stats failed", self.tier)
             return BackendStats()
         return stats if isinstance(stats, BackendStats) else BackendStats()
@@ -271,6 +286,10 @@ class TierExecutor:
     def count(self, what: str) -> None:
         with self._counting:
             self._counters[what] += 1
+
+    def interrupted(self, error: BaseException) -> None:
+        """Ctrl-C came inside a callback. It is raised on, but not before the other items had theirs."""
+        self._interrupt = error
 
     def attempt_over(self, transfer: Transfer, attempt: Attempt) -> None:
         """The backend has let go of the whole call: its slot is free, and a retry may follow."""
@@ -298,21 +317,8 @@ class TierExecutor:
     # --- the worker threads
 
     def _staff(self) -> None:
-        """Starts one more thread if those there are can't run all that waits and may."""
-        number = self._traffic.claim_thread()
-        if number is None:
-            return
-        thread = threading.Thread(target=self._work, name=f"lmcache-{self.tier}-{number}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system refuses: the threads there are will do; without any, nothing runs
-            for transfer in self._traffic.unclaim_thread():
-                self._drop(transfer, self._failed(BackendUnavailable, "no thread can be started", transfer))
-
-    def _work(self) -> None:
-        while (transfer := self._traffic.next()) is not None:
-            self._run(transfer)
-            del transfer  # keeps the job alive otherwise, until the next one comes
+        for transfer in self._crew.call_in():
+            self._drop(transfer, self._failed(BackendUnavailable, "no thread can be started", transfer))
 
     def _run(self, transfer: Transfer) -> None:
         """Runs one attempt of `transfer` on this thread."""
@@ -377,13 +383,25 @@ class TierExecutor:
         transfer.give_up(outcome)
         transfer.release()
 
+    def _pass_on_interrupt(self) -> None:
+        """Raises the Ctrl-C that came inside a callback of this call, now that all is as without it."""
+        error = self._interrupt
+        if error is not None and is_interrupt(error):
+            self._interrupt = None
+            raise error
+
     def _breaker(self, operation: Operation) -> Breaker:
         return self._write_breaker if operation.writes else self._read_breaker
 
     def _breaker_changed(self, operation: str, state: BreakerState, reason: str) -> None:
-        self._events.emit(
-            BreakerChanged(tier=self.tier, operation=operation, state=state.value, reason=reason)
-        )
+        event = BreakerChanged(tier=self.tier, operation=operation, state=state.value, reason=reason)
+        try:
+            self._events.emit(event)
+        except BaseException as error:  # recorded boundary: the caller is in the middle of ending a call
+            if is_interrupt(error):
+                self.interrupted(error)
+                return
+            log.exception("tier %s: an observer raised", self.tier)
 
     def _error(self, kind: type[BackendError], message: str, transfer: Transfer) -> BackendError:
         return kind(message, backend=self.tier, op=transfer.operation.value)

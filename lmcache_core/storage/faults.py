@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 
 from lmcache_core.errors import (
     BackendClosed,
@@ -42,6 +43,14 @@ _TRANSIENT = frozenset(
         errno.ETIMEDOUT,
     }
 )
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether `error` is the user's Ctrl-C, which the caller must see: it comes to the main thread alone.
+
+    What else isn't an Exception (CancelledError, SystemExit) ends no thread of ours.
+    """
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def strip_traceback(error: BaseException) -> BaseException:

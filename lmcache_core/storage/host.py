@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool
+from lmcache_core.storage.faults import is_interrupt
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +29,15 @@ class TierHost:
     def lost(self, copies: Sequence[tuple[StorageKey, int | None]], reason: str) -> None:
         try:
             self.on_lost(copies, reason)
-        except Exception:
+        except BaseException as error:  # recorded boundary: the caller is a driver's thread
+            if is_interrupt(error):
+                raise
             log.exception("tier %s: forgetting lost copies failed", self.tier)
 
     def lost_all(self, reason: str) -> None:
         try:
             self.on_lost_all(reason)
-        except Exception:
+        except BaseException as error:  # recorded boundary: the caller is a driver's thread
+            if is_interrupt(error):
+                raise
             log.exception("tier %s: forgetting everything failed", self.tier)

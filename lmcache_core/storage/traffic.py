@@ -185,13 +185,20 @@ class Traffic:
 
     # --- threads
 
-    def claim_thread(self) -> int | None:
-        """The number of a thread to start now, counted from here on; None when those there are will do."""
+    def claim_thread(self, claim: list[int]) -> None:
+        """Adds to `claim` the number of a thread to start now, counted from here on, where one is of use.
+
+        Not returned but added: so Ctrl-C can't come between the count and who takes it back.
+        """
         with self._lock:
-            if self._threads >= self._slots or len(self._queue) <= self._idle:
-                return None
-            self._threads += 1
-            return self._threads
+            if self._threads < self._slots and len(self._queue) > self._idle:
+                self._threads += 1
+                claim.append(self._threads)
+
+    def disclaim_thread(self) -> None:
+        """That thread doesn't come; what waits is left to the next."""
+        with self._lock:
+            self._threads -= 1
 
     def unclaim_thread(self) -> list[Transfer]:
         """That thread did not start. Returns the queued transfers, taken out, if there is no other."""

@@ -30,7 +30,7 @@ from lmcache_core.storage.attempt import Attempt, Target
 from lmcache_core.storage.call import Job, Operation
 from lmcache_core.storage.checks import check_frame, examine, must_verify
 from lmcache_core.storage.contract import Item, Outcome, Status
-from lmcache_core.storage.faults import failed, wrapped
+from lmcache_core.storage.faults import failed, is_interrupt, wrapped
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class TransferOwner(Protocol):
     def now(self) -> float: ...
 
     def count(self, what: str) -> None: ...
+
+    def interrupted(self, error: BaseException) -> None: ...
 
     def verify(self, check: Callable[[], None]) -> None: ...
 
@@ -116,7 +118,7 @@ class Transfer:
                 raise BackendError(f"{len(batch)} items were prepared of {self.job.num_items}")
         except PoolFull:
             pass
-        except Exception as error:  # noqa: BLE001  (recorded boundary: a worker outlives any job)
+        except BaseException as error:  # noqa: BLE001  (recorded boundary: a worker outlives any job)
             batch, rest = (), failed(wrapped(error, tier=self._owner.tier, op=self.operation.value))
         with self._lock:
             self._preparing = False
@@ -204,7 +206,11 @@ class Transfer:
         if state is ItemState.ENDED:
             self._owner.count("repeated_settlements")
             return
-        believed, fault = examine(self.operation, target, outcome, tier=self._owner.tier)
+        try:
+            believed, fault = examine(self.operation, target, outcome, tier=self._owner.tier)
+        except BaseException as error:  # noqa: BLE001  (recorded boundary: a foreign error's own code)
+            fault = f"the outcome can't be looked at: {type(error).__name__}"
+            believed = failed(BackendError(fault, backend=self._owner.tier, op=self.operation.value))
         if fault:
             self.breach(fault)
         believed = self._timely(believed)
@@ -310,7 +316,7 @@ class Transfer:
         except Corrupt as error:
             self._owner.count("corrupt_frames")
             outcome = failed(wrapped(error, tier=self._owner.tier, op="get", key=item.key))
-        except Exception as error:
+        except BaseException as error:  # recorded boundary: whatever it was, the item has to be settled
             log.exception("tier %s: verifying %s failed", self._owner.tier, item.key)
             outcome = failed(wrapped(error, tier=self._owner.tier, op="get", key=item.key))
         self._conclude(index, outcome, header)
@@ -373,6 +379,9 @@ class Transfer:
     def _guarded(self, callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             callback(*args, **kwargs)
-        except Exception:
+        except BaseException as error:  # recorded boundary: the other items' callbacks have to run too
+            if is_interrupt(error):
+                self._owner.interrupted(error)
+                return
             self._owner.count("callback_errors")
             log.exception("tier %s: a callback of a %s job raised", self._owner.tier, self.operation.value)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from lmcache_core.storage.faults import is_interrupt
+
 log = logging.getLogger(__name__)
 
 
@@ -57,5 +59,7 @@ class Verifier:
 def _run(check: Callable[[], None]) -> None:
     try:
         check()
-    except Exception:
+    except BaseException as error:  # recorded boundary: the thread outlives any check
+        if is_interrupt(error):
+            raise
         log.exception("a check raised")

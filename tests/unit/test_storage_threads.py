@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
@@ -11,6 +12,8 @@ from lmcache_core.storage import Priority, Verifier
 from lmcache_core.storage.alarm import Alarm
 from lmcache_core.storage.errand import Errand
 from lmcache_core.storage.job_queue import JobQueue
+
+RAISED = [ValueError, asyncio.CancelledError, SystemExit, KeyboardInterrupt]
 
 
 def test_checks_run_in_order_on_one_daemon_thread() -> None:
@@ -28,9 +31,15 @@ def test_checks_run_in_order_on_one_daemon_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_a_check_that_raises_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("raised", RAISED)
+def test_a_check_that_raises_stops_no_other(
+    raised: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def check() -> None:
+        raise raised
+
     verifier, done = Verifier(), threading.Event()
-    verifier.submit(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+    verifier.submit(check)
     verifier.submit(done.set)
     wait(done)
     verifier.close()
@@ -74,12 +83,15 @@ def test_the_alarm_rings_for_the_earliest_deadline_and_then_forgets_it() -> None
     alarm.stop()
 
 
-def test_an_alarm_whose_ring_raises_rings_again(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("raised", RAISED)
+def test_an_alarm_whose_ring_raises_rings_again(
+    raised: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     clock, rung = FakeClock(), threading.Semaphore(0)
 
     def ring() -> None:
         rung.release()
-        raise ValueError("out of tune")
+        raise raised
 
     alarm = Alarm(ring, clock)
     alarm.start("test-alarm")

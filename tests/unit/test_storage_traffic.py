@@ -122,11 +122,15 @@ def test_due_transfers_leave_the_queue(traffic: Traffic) -> None:
 
 
 def test_threads_are_claimed_only_as_far_as_jobs_wait_and_slots_allow(traffic: Traffic) -> None:
-    assert traffic.claim_thread() is None
+    claim: list[int] = []
+    traffic.claim_thread(claim)
+    assert claim == []
     traffic.admit(transfer())
-    assert traffic.claim_thread() == 1
+    traffic.claim_thread(claim)
+    assert claim == [1]
     traffic.admit(transfer())
-    assert traffic.claim_thread() is None
+    traffic.claim_thread(claim)
+    assert claim == [1]
     assert len(traffic.unclaim_thread()) == 2
     assert traffic.stats().threads == 0
 
