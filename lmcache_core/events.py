@@ -169,7 +169,9 @@ class EventBus:
                 continue
             try:
                 observer.on_event(event)
-            except Exception:  # recorded boundary: observers are foreign code
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # recorded boundary: observers are foreign code, on threads of ours
                 log.exception("observer %r raised and was removed", observer)
                 self._remove(observer)
 

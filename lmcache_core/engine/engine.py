@@ -29,10 +29,12 @@ from lmcache_core.identity import Content, Extra, ModelRecord, Part, StorageKey,
 from lmcache_core.identity.tokens import token_bytes
 from lmcache_core.registry import Registry, discover
 from lmcache_core.storage import Priority
-from lmcache_core.tiers import Tier, TierChain, build_chain
+from lmcache_core.tiers import Marks, Tier, TierChain, build_chain
 
 CLOSE_DEADLINE_S = 30.0
 REMEMBERED_REQUESTS = 8
+PIN_ATTEMPTS = 4
+LONGEST_WAIT_S = 1e6
 
 
 class CacheEngine:
@@ -78,7 +80,6 @@ class CacheEngine:
             frame_nbytes=self._header(self.model.key, None, 0, model.chunk_tokens).frame_nbytes,
         )
         self._remembered: deque[tuple[bytes, Content]] = deque(maxlen=REMEMBERED_REQUESTS)
-        self._record_stored = False
         self._closed = False
 
     # -- requests --------------------------------------------------------------------------------
@@ -107,25 +108,31 @@ class CacheEngine:
         """
         started = time.monotonic()
         content = self._content(request)
-        chunk_tokens = self.model.chunk_tokens
-        first_chunk = skipped_tokens(mask, content.num_tokens, chunk_tokens) // chunk_tokens
-        keys = content.keys(self.part)
+        num_tokens, chunk_tokens = content.num_tokens, self.model.chunk_tokens
+        skip = skipped_tokens(mask, num_tokens, chunk_tokens)
+        keys = content.keys(self.part)[: num_tokens // chunk_tokens]
         pieces = [
-            (keys[i], *content.chunk(i), keys[i - 1] if i else self.model.key)
-            for i in range(first_chunk, len(keys))
+            (keys[i], i * chunk_tokens, chunk_tokens, keys[i - 1] if i else self.model.key)
+            for i in range(skip // chunk_tokens, len(keys))
         ]
-        tails = content.tails(self.part) if self.config.tails else []
-        if tails:
-            tail = tails[0]
-            pieces.append((tail.key, tail.first_token, tail.num_tokens, keys[-1] if keys else self.model.key))
+        if self.config.tails and skip < num_tokens:
+            named = [tail for tail in content.tails_after(self.part, len(keys)) if tail.end <= num_tokens]
+            pieces += [
+                (tail.key, tail.first_token, tail.num_tokens, keys[-1] if keys else self.model.key)
+                for tail in named[:1]
+            ]
         new = known = skipped = nbytes = 0
         deadline = started + self.config.allocate_deadline
+        path = [self.model.key, *keys, *(piece[0] for piece in pieces[-1:])]
+        marks = self._chain.mark(path)
+        if pieces:
+            self._store_record(deadline, marks)
         for position, (key, first, count, parent) in enumerate(pieces):
             if not self._chain.claim(key):
                 known += count
                 continue
             try:
-                taken = self._store_one(source, key, parent, first, count, deadline)
+                taken = self._store_one(source, key, parent, first, count, deadline, marks)
             finally:
                 self._chain.unclaim(key)
             if not taken:
@@ -134,7 +141,7 @@ class CacheEngine:
             new += count
             nbytes += self.part.num_layers * self.part.segment_nbytes(count)
         if new:
-            self._chain.touch([self.model.key, *(piece[0] for piece in pieces)])
+            self._chain.touch(path)
         self._events.emit(
             Stored(
                 num_tokens=new,
@@ -170,20 +177,23 @@ class CacheEngine:
         if (request is None) == (hashes is None):
             raise ValueError("give lookup either a request or hashes")
         tiers = self._tiers(search_range)
-        if request is not None:
-            content = self._content(request)
-            num_tokens = content.num_tokens
-            plan = plan_hit(
+        content = None if request is None else self._content(request)
+        named = list(hashes or ())
+
+        def plan_now() -> Plan:
+            if content is None:
+                size = self.model.chunk_tokens
+                return Plan.of_hashes(self._chain, named, self.part, size, tiers, limit)
+            return plan_hit(
                 self._chain, content, self.part, tiers=tiers, limit=limit, tails=self.config.tails
             )
-        else:
-            num_tokens = len(hashes or ()) * self.model.chunk_tokens
-            plan = Plan.of_hashes(self._chain, hashes or (), self.part, self.model.chunk_tokens, tiers, limit)
-        lookup_id = ""
+
+        plan, lookup_id = plan_now(), ""
         if pin and plan.keys:
-            lookup_id = self._chain.pins.pin(
-                plan.places(), owner=owner, ttl_s=self.config.pin_ttl if ttl_s is None else ttl_s
+            plan, lookup_id = self._pinned(
+                plan, plan_now, owner=owner, ttl_s=self.config.pin_ttl if ttl_s is None else ttl_s
             )
+        num_tokens = len(named) * self.model.chunk_tokens if content is None else content.num_tokens
         self._events.emit(
             LookedUp(
                 num_tokens=num_tokens, num_hit_tokens=plan.num_tokens, seconds=time.monotonic() - started
@@ -196,9 +206,13 @@ class CacheEngine:
     def lookup_unpin(self, lookup_id: str) -> int:
         """Ends the pins of a lookup. Returns how many there still were (expired ones are none).
 
+        The empty id of a lookup that pinned nothing is taken, and does nothing.
+
         Raises:
             LeaseError: no such lookup, or unpinned before.
         """
+        if not lookup_id:
+            return 0
         count = self._chain.pins.unpin(lookup_id)
         self._chain.pool.wake()
         return count
@@ -232,27 +246,32 @@ class CacheEngine:
         """
         started = time.monotonic()
         content = self._content(request)
-        skip = skipped_tokens(mask, content.num_tokens, self.model.chunk_tokens)
+        num_tokens = content.num_tokens
+        skip = skipped_tokens(mask, num_tokens, self.model.chunk_tokens)
+        tiers = self._tiers(search_range)
         plan = plan_hit(
             self._chain,
             content,
             self.part,
-            tiers=self._tiers(search_range),
-            limit=limit,
+            tiers=tiers if skip < num_tokens else (),
+            limit=num_tokens if limit is None else min(limit, num_tokens),
             tails=self.config.tails,
             start_chunk=skip // self.model.chunk_tokens,
         )
-        marks = bytearray(content.num_tokens)
+        marks = bytearray(num_tokens)
         by_tier: dict[str, int] = {}
         loaded = nbytes = 0
-        stream = self._chain.stream(plan.keys, plan.runs, plan.deadlines)
+        stream = self._chain.stream(plan.keys, plan.runs, plan.deadlines, among=tiers)
         try:
             for position, (frame, tier) in enumerate(stream):
                 with frame:
                     first, count = plan.tokens_of(position + plan.start)
-                    if not self._fits(frame.header, first, count):
-                        break
-                    target.scatter(first, count, frame.segments())
+                    fits = self._fits(frame.header, first, count)
+                    if fits:
+                        target.scatter(first, count, frame.segments(readonly=True))
+                if not fits:
+                    self._chain.reject(frame.key, tier, "a frame of another shape, codec or place")
+                    break
                 marks[first : first + count] = b"\1" * count
                 by_tier[tier] = by_tier.get(tier, 0) + count
                 loaded += count
@@ -262,7 +281,7 @@ class CacheEngine:
         self._events.emit(
             Retrieved(
                 num_tokens=loaded,
-                num_wanted_tokens=content.num_tokens - skip,
+                num_wanted_tokens=num_tokens - skip,
                 tokens_by_tier=tuple(by_tier.items()),
                 nbytes=nbytes,
                 seconds=time.monotonic() - started,
@@ -311,7 +330,7 @@ class CacheEngine:
 
     def flush(self, timeout_s: float = CLOSE_DEADLINE_S) -> bool:
         """Waits until all background writes are done. False when the time ran out first."""
-        return self._chain.flush(time.monotonic() + timeout_s)
+        return self._chain.flush(time.monotonic() + min(timeout_s, LONGEST_WAIT_S))
 
     def stats(self) -> EngineStats:
         """Gauges and counters of every tier and of the frame memory; prints as a table. No I/O."""
@@ -334,7 +353,7 @@ class CacheEngine:
         """
         if not self._closed:
             self._closed = True
-            self._chain.close(time.monotonic() + timeout_s)
+            self._chain.close(time.monotonic() + min(timeout_s, LONGEST_WAIT_S))
 
     def __enter__(self) -> Self:
         return self
@@ -349,9 +368,32 @@ class CacheEngine:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _pinned(
+        self, plan: Plan, plan_again: Callable[[], Plan], *, owner: str, ttl_s: float
+    ) -> tuple[Plan, str]:
+        """Pins a plan, and looks again: what left in between is no part of the answer."""
+        for _ in range(PIN_ATTEMPTS):
+            places = set(plan.places())
+            lookup_id = self._chain.pins.pin(places, owner=owner, ttl_s=ttl_s)
+            plan = plan_again()
+            if places.issuperset(plan.places()):
+                return plan, lookup_id
+            self.lookup_unpin(lookup_id)
+        return Plan.nothing(plan), ""
+
     def _content(self, request: Content | Tokens) -> Content:
         """The request's content; tokens seen lately aren't hashed again."""
         if isinstance(request, Content):
+            if request.model.digest != self.model.digest:
+                raise ValueError(
+                    f"this content was made for model {request.model.key}, the engine is for "
+                    f"{self.model.key}: make it with engine.content()"
+                )
+            if not request.persistent and self._chain.persistent_tiers:
+                raise ConfigError(
+                    f"tier {self._chain.persistent_tiers[0]!r} outlives the process, and this content's "
+                    f"names don't: {request.not_persistent_reason}"
+                )
             return request
         raw = token_bytes(request)
         for known, content in reversed(tuple(self._remembered)):
@@ -363,6 +405,8 @@ class CacheEngine:
         return content
 
     def _tiers(self, search_range: Sequence[str] | None) -> Sequence[Tier]:
+        if self._closed:
+            return ()
         if search_range is None:
             return self._chain.tiers
         by_name = {tier.name: tier for tier in self._chain.tiers}
@@ -379,16 +423,14 @@ class CacheEngine:
         first: int,
         count: int,
         deadline: float,
+        marks: Marks,
     ) -> bool:
         frame = self._chain.allocate(self._header(key, parent, first, count), deadline)
         if frame is None:
             return False
         with frame:
             source.gather(first, count, frame.segments())
-            if not self._record_stored:
-                self._record_stored = True
-                self._store_record(deadline)
-            return self._chain.put(frame)
+            return self._chain.put(frame, marks)
 
     def _header(self, key: StorageKey, parent: StorageKey | None, first: int, count: int) -> FrameHeader:
         segment_nbytes = self.part.segment_nbytes(count)
@@ -403,8 +445,16 @@ class CacheEngine:
             segments=(Segment(segment_nbytes, segment_nbytes),) * self.part.num_layers,
         )
 
-    def _store_record(self, deadline: float) -> None:
-        """Writes the model's record: the root of its chunks, and what a miss is explained by."""
+    def _store_record(self, deadline: float, marks: Marks) -> None:
+        """Writes the model's record where there is none: the root of its chunks; it explains misses."""
+        if not self._chain.claim(self.model.key):
+            return
+        try:
+            self._write_record(deadline, marks)
+        finally:
+            self._chain.unclaim(self.model.key)
+
+    def _write_record(self, deadline: float, marks: Marks) -> None:
         record = self.model.to_json()
         header = FrameHeader(
             kind=FrameKind.RECORD,
@@ -420,7 +470,7 @@ class CacheEngine:
         if frame is not None:
             with frame:
                 frame.segments()[0][:] = record
-                self._chain.put(frame)
+                self._chain.put(frame, marks)
 
     def _fits(self, header: FrameHeader, first: int, count: int) -> bool:
         """Whether a verified frame is also the one this engine means: tokens and shape."""
@@ -440,11 +490,12 @@ class CacheEngine:
         if not self._chain.has_memory_tier:
             return
         plan = plan_hit(self._chain, content, self.part, tiers=tiers, limit=limit, tails=self.config.tails)
-        stream = self._chain.stream(plan.keys, plan.runs, plan.deadlines, Priority.PREFETCH)
+        marks = self._chain.mark(plan.keys)
+        stream = self._chain.stream(plan.keys, plan.runs, plan.deadlines, Priority.PREFETCH, tiers)
         try:
             for position, (frame, _) in enumerate(stream):
                 with frame:
-                    if not self._chain.keep_in_memory(frame):
+                    if not self._chain.keep_in_memory(frame, marks):
                         return
                 yield plan.tokens_of(position + plan.start)[1]
         finally:

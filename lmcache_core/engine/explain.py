@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lmcache_core.config import CacheConfig
 from lmcache_core.events import Event, EventBus, TierDown
 from lmcache_core.frame import FrameKind
 from lmcache_core.identity import (
+    TAIL_UNIT,
     Content,
     FieldDifference,
     ModelRecord,
@@ -142,7 +144,8 @@ def _records(chain: TierChain) -> list[ModelRecord]:
         for frame, _ in chain.stream([key], chain.locate([key], chain.tiers, deadlines), deadlines):
             with frame:
                 if frame.header.kind is FrameKind.RECORD:
-                    records.append(ModelRecord.from_json(bytes(frame.segments()[0])))
+                    with suppress(ValueError):  # of another release: it can't answer for a request of ours
+                        records.append(ModelRecord.from_json(bytes(frame.segments()[0])))
     return records
 
 
@@ -210,10 +213,12 @@ def _verdict(
 ) -> str:
     down = [f"{tier.name} ({tier.reason})" for tier in tiers if tier.state == "down"]
     also = f" Not looked at, being down: {'; '.join(down)}." if down else ""
+    if num_tokens < TAIL_UNIT:
+        return f"{num_tokens} tokens are too few: KV is kept in multiples of {TAIL_UNIT} tokens.{also}"
     mine = [finding for finding in found if finding.same]
     best = next(iter(mine or found), None)
     if best is not None and best.num_tokens:
-        if best.num_tokens >= num_tokens - num_tokens % 16:
+        if best.num_tokens >= num_tokens - num_tokens % TAIL_UNIT:
             return f"It is a hit: {best.num_tokens} of {num_tokens} tokens are held.{also}"
         return (
             f"{best.num_tokens} of {num_tokens} tokens are held; the first piece that no tier holds starts "

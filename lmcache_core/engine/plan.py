@@ -39,6 +39,11 @@ class Plan:
         runs = chain.locate(keys, tiers, deadlines)
         return cls(keys[: runs[-1].stop] if runs else [], runs, deadlines, 0, chunk_tokens, None)
 
+    @classmethod
+    def nothing(cls, plan: Plan) -> Plan:
+        """A plan like `plan` that found nothing."""
+        return cls([], [], plan.deadlines, 0, plan.chunk_tokens, None)
+
     @property
     def num_tokens(self) -> int:
         """The prefix's length, the part before `start` included."""
@@ -86,11 +91,7 @@ def plan_hit(
     keys = keys[: runs[-1].stop if runs else start]
     tail = None
     if tails and len(keys) >= start_chunk:
-        named = [
-            tail
-            for tail in content.tails_after(part, len(keys))
-            if tail.first_token + tail.num_tokens <= most
-        ]
+        named = [tail for tail in content.tails_after(part, len(keys)) if tail.end <= most]
         run = chain.find_first([tail.key for tail in named], tiers, deadlines)
         if run is not None:
             found = named[run.start]

@@ -17,7 +17,10 @@ class Prefetch:
         self._num_tokens = 0
         self._cancelled = False
         self._thread = threading.Thread(target=self._run, name="lmcache prefetch", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system gives no more threads: nothing is brought
+            arrivals.close()
 
     @property
     def done(self) -> bool:
@@ -25,7 +28,8 @@ class Prefetch:
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Waits for the end; returns the tokens that are in memory so far."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return self._num_tokens
 
     def cancel(self) -> None:

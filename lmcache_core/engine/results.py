@@ -26,7 +26,7 @@ class KVTarget(Protocol):
     def scatter(self, first_token: int, num_tokens: int, payload: Sequence[memoryview]) -> None:
         """Copies verified KV of tokens `[first_token, first_token + num_tokens)` out of `payload`.
 
-        Calls come in token order without gaps. `payload` as for `KVSource.gather`, only to be read.
+        Calls come in token order without gaps. `payload` as for `KVSource.gather`, but read-only.
         """
 
 

@@ -53,6 +53,10 @@ class Tail:
     first_token: int
     num_tokens: int
 
+    @property
+    def end(self) -> int:
+        return self.first_token + self.num_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostScheme:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 class PagedKV:
     """An engine's KV tensors, read and written in place by token slot.
 
-    A payload is one writable flat memoryview a layer of exactly `heads x tokens x content_nbytes` bytes:
-    `[heads, tokens, 2 x dim]`, K then V. `slots` says where token i lies: a range of consecutive slots
-    (copied by slices), or a 1-D int32 or int64 tensor of them. Nothing larger than an index is allocated.
+    A payload is one flat memoryview a layer (writable, to gather) of exactly
+    `heads x tokens x content_nbytes` bytes: `[heads, tokens, 2 x dim]`, K then V. `slots` says where token
+    i lies: a range of consecutive slots (copied by slices), or a 1-D int32 or int64 tensor of them. Nothing
+    larger than an index is allocated.
     The tensors' memory must stay what it is while this lives: build one anew when a cache grows.
     One object may be used by several threads as far as their slots and payloads don't overlap.
     """
@@ -86,7 +88,7 @@ class PagedKV:
         with torch.inference_mode():
             if isinstance(slots, range):
                 pieces = self._pieces(slots)
-                self._check_payload(payload, len(slots))
+                self._check_payload(payload, len(slots), written=gathering)
                 strides = (len(slots) * self._width, self._block_slots * self._width, self._width, 1)
                 for plane, segment in self._planes(payload):
                     for token, blocks, places in pieces:
@@ -98,7 +100,7 @@ class PagedKV:
                             paged.copy_(piece)
                 return
             self._check_index(slots, unique=not gathering)
-            self._check_payload(payload, len(slots))
+            self._check_payload(payload, len(slots), written=gathering)
             rows_of: dict[tuple[int, int, int], Tensor] = {}  # layers of one shape nearly always share theirs
             for plane, segment in self._planes(payload):
                 plane_strides = plane.row_strides()
@@ -116,7 +118,7 @@ class PagedKV:
         import torch
 
         for planes, memory in zip(self._layers, payload, strict=True):
-            segment = torch.frombuffer(memory, dtype=self._dtype)
+            segment = torch.frombuffer(_writable(memory), dtype=self._dtype)
             for plane in planes:
                 yield plane, segment
 
@@ -154,13 +156,26 @@ class PagedKV:
         if unique and len(set(slots.tolist())) != len(slots):
             raise ValueError("a slot is named twice")
 
-    def _check_payload(self, payload: Sequence[memoryview], num_tokens: int) -> None:
+    def _check_payload(self, payload: Sequence[memoryview], num_tokens: int, *, written: bool) -> None:
         nbytes = self.num_heads * num_tokens * self.content_nbytes
         if len(payload) != self.num_layers:
             raise ValueError(f"{len(payload)} payload segments for {self.num_layers} layers")
         for layer, memory in enumerate(payload):
-            if memory.nbytes != nbytes or memory.readonly or not memory.c_contiguous:
+            if memory.nbytes != nbytes or (written and memory.readonly) or not memory.c_contiguous:
+                wanted = "contiguous writable bytes" if written else "contiguous bytes"
                 raise ValueError(
-                    f"payload segment {layer} must be {nbytes} contiguous writable bytes, "
-                    f"not {memory.nbytes} (read-only: {memory.readonly})"
+                    f"payload segment {layer} must be {nbytes} {wanted}, not {memory.nbytes} "
+                    f"(read-only: {memory.readonly})"
                 )
+
+
+def _writable(memory: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
+    """The same bytes as torch wants them: it has no tensors that may only be read, and warns of it.
+
+    Valid as long as `memory` is; nothing here writes what was given to be read.
+    """
+    if not memory.readonly:
+        return memory
+    import numpy as np
+
+    return (ctypes.c_ubyte * memory.nbytes).from_address(np.frombuffer(memory, np.uint8).ctypes.data)

@@ -2,7 +2,7 @@
 
 from lmcache_core.tiers.backends import PreparedTier, prepare_tiers
 from lmcache_core.tiers.build import build_chain
-from lmcache_core.tiers.chain import Deadlines, Policy, Run, Tier, TierChain
+from lmcache_core.tiers.chain import Deadlines, Marks, Policy, Run, Tier, TierChain
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.index import ResidencyIndex
 from lmcache_core.tiers.memory_tier import MemoryTier
@@ -11,6 +11,7 @@ from lmcache_core.tiers.storage_tier import StorageTier
 __all__ = [
     "Deadlines",
     "Frame",
+    "Marks",
     "MemoryTier",
     "Policy",
     "PreparedTier",

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache_core.config import ByteSize, CacheConfig, TierConfig
 from lmcache_core.config.faults import Place
-from lmcache_core.errors import BackendError, ConfigError, PluginError
+from lmcache_core.errors import BackendError, ConfigError, LMCacheError, PluginError
 from lmcache_core.events import EventBus
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool, PinTable
@@ -139,6 +139,10 @@ def _memory_tier(
         backend.open(host)
     except BackendError as error:
         raise ConfigError(str(error)) from error
+    except LMCacheError:
+        raise
+    except Exception as error:  # recorded boundary: plugin code
+        raise PluginError(f"open raised {type(error).__name__}: {error}") from error
     return MemoryTier(config.name, backend, int(config.capacity or 0), pins=chain.pins, events=events)
 
 
@@ -196,5 +200,6 @@ def _storage_tier(
         max_queued=config.queue,
         in_flight_bytes=config.in_flight_bytes,
         allocate_deadline_s=cache.allocate_deadline,
+        keeps_waiting=not chain.has_memory_tier,
     )
     return StorageTier(options, open_tier, pool=chain.pool, pins=chain.pins, events=events, clock=clock)

@@ -22,6 +22,8 @@ from lmcache_core.tiers.storage_tier import GRACE_S, StorageTier
 MAX_SEEN = 65_536
 
 Tier = MemoryTier | StorageTier
+Marks = Mapping[str, int]
+"""For each tier, by name, the moment at which a request began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class Deadlines:
         if until is None:
             until = self._until[tier.name] = self._clock() + self._policies[tier.name].deadline_s
         return until
+
+    def extend(self, seconds: float) -> None:
+        """Gives every tier that much more, for time that was spent elsewhere."""
+        for name in self._until:
+            self._until[name] += seconds
 
 
 class TierChain:
@@ -151,16 +158,18 @@ class TierChain:
         runs: Sequence[Run],
         deadlines: Deadlines,
         priority: Priority = Priority.LOAD,
+        among: Sequence[Tier] | None = None,
     ) -> Generator[tuple[Frame, str], None, None]:
         """Yields the frames of `runs` in order with the tier each came from; ends at the first that fails.
 
-        The caller releases each frame. Reads run ahead by at most the load window. Closing the generator
-        gives up the rest.
+        The caller releases each frame. Reads run ahead by at most the load window. A frame that can't be
+        had from its tier is tried in the farther ones of `among`. Closing the generator gives up the rest.
         """
+        among = self.tiers if among is None else among
         steps = deque((run.tier, keys[i]) for run in runs for i in range(run.start, run.stop))
         pending: deque[tuple[Tier, StorageKey, Ticket | None]] = deque()
         in_flight = 0
-        self.touch(keys[: runs[-1].stop] if runs else ())
+        marks = self.mark(keys[: runs[-1].stop] if runs else ())
         try:
             while steps or pending:
                 while steps and (in_flight < self._window or not pending):
@@ -174,54 +183,74 @@ class TierChain:
                         copy = tier.index.get(key)
                         in_flight += copy.nbytes if copy is not None else 0
                         batch.append(key)
-                    tickets = self.fetch(tier, batch, priority, deadlines.of(tier))
+                    tickets = self.fetch(tier, batch, priority, deadlines.of(tier), marks)
                     pending.extend((tier, ticket.key, ticket) for ticket in tickets)
-                tier, key, ticket = pending.popleft()
+                tier, key, ticket = pending[0]
                 if ticket is None:
                     frame = tier.borrow(key, "load") if isinstance(tier, MemoryTier) else None
                 else:
                     frame = ticket.result(deadlines.of(tier) - self._clock() + GRACE_S)
+                pending.popleft()
                 if frame is None:
-                    frame, tier = self._from_elsewhere(key, tier, priority, deadlines)
+                    frame, tier = self._from_elsewhere(key, tier, among, priority, deadlines, marks)
                 if frame is None:
                     return
                 if ticket is not None:
                     in_flight -= frame.nbytes
+                handed_over = self._clock()
                 yield frame, tier.name
+                deadlines.extend(self._clock() - handed_over)  # the caller's time is not the tiers'
         finally:
             for _, _, ticket in pending:
                 if ticket is not None:
                     ticket.abandon()
 
     def fetch(
-        self, tier: StorageTier, keys: Sequence[StorageKey], priority: Priority, deadline: float
+        self,
+        tier: StorageTier,
+        keys: Sequence[StorageKey],
+        priority: Priority,
+        deadline: float,
+        marks: Marks,
     ) -> list[Ticket]:
         """Starts reading frames, or joins reads of them that are under way. One ticket a key."""
+        tier.loads.expire()  # a flight past its deadline is not worth joining
         tickets, mine = self._flights.join(keys)
         if mine:
             tier.load(
-                mine, priority, deadline, lambda key, frame, reason: self._arrived(tier, key, frame, reason)
+                mine,
+                priority,
+                deadline,
+                lambda key, frame, reason: self._arrived(tier, key, frame, reason, marks),
             )
         return tickets
 
     def _from_elsewhere(
-        self, key: StorageKey, failed: Tier, priority: Priority, deadlines: Deadlines
+        self,
+        key: StorageKey,
+        failed: Tier,
+        among: Sequence[Tier],
+        priority: Priority,
+        deadlines: Deadlines,
+        marks: Marks,
     ) -> tuple[Frame | None, Tier]:
         """A second chance in the tiers beyond the one that failed."""
-        for tier in self.tiers[self.tiers.index(failed) + 1 :]:
+        for tier in among[among.index(failed) + 1 :]:
             if not isinstance(tier, StorageTier) or not tier.contains(key):
                 continue
-            (ticket,) = self.fetch(tier, [key], priority, deadlines.of(tier))
+            (ticket,) = self.fetch(tier, [key], priority, deadlines.of(tier), marks)
             frame = ticket.result(deadlines.of(tier) - self._clock() + GRACE_S)
             if frame is not None:
                 return frame, tier
         return None, failed
 
-    def _arrived(self, tier: StorageTier, key: StorageKey, frame: Frame | None, reason: str) -> None:
+    def _arrived(
+        self, tier: StorageTier, key: StorageKey, frame: Frame | None, reason: str, marks: Marks
+    ) -> None:
         try:
             if frame is not None and self._promotes(tier, key):
                 for nearer in self.tiers[: self.tiers.index(tier)]:
-                    self._keep(nearer, frame)
+                    self._keep(nearer, frame, marks)
         finally:
             self._flights.land(key, frame, reason)
             if frame is not None:
@@ -270,33 +299,60 @@ class TierChain:
             return None
         return Frame(header, lease, sealed=False)
 
-    def put(self, frame: Frame) -> bool:
-        """Keeps a filled frame in every tier that is written to. True when at least one took it."""
+    def put(self, frame: Frame, marks: Marks) -> bool:
+        """Keeps a filled frame in every tier that is written to. True when at least one took it.
+
+        Nothing that was used after `marks` leaves for it: a request never evicts its own beginning.
+        """
         taken = False
         for tier in self.tiers:
-            taken = self._keep(tier, frame) or taken
+            taken = self._keep(tier, frame, marks) or taken
         return taken
+
+    def mark(self, keys: Sequence[StorageKey]) -> Marks:
+        """Begins a request: marks its path as used, and returns the moment before, for each tier."""
+        marks = {tier.name: tier.index.mark() for tier in self.tiers}
+        self.touch(keys)
+        return marks
+
+    @property
+    def persistent_tiers(self) -> list[str]:
+        """Names of the tiers whose contents outlive this process."""
+        return [
+            tier.name
+            for tier in self.tiers
+            if isinstance(tier, StorageTier) and (tier.capabilities.persistent or not tier.usable)
+        ]
 
     @property
     def has_memory_tier(self) -> bool:
         return any(isinstance(tier, MemoryTier) for tier in self.tiers)
 
-    def keep_in_memory(self, frame: Frame) -> bool:
+    def keep_in_memory(self, frame: Frame, marks: Marks) -> bool:
         """Makes sure that the memory tier holds `frame`. False when it can't."""
         for tier in self.tiers:
             if isinstance(tier, MemoryTier):
-                return tier.contains(frame.key) or tier.store(frame)
+                return tier.contains(frame.key) or tier.store(frame, marks.get(tier.name))
         return False
+
+    def reject(self, key: StorageKey, tier: str, reason: str) -> None:
+        """A frame from `tier` is intact and yet not what its key promises here: it is no hit any more."""
+        for each in self.tiers:
+            if isinstance(each, MemoryTier):
+                each.remove([key], "rejected")
+            elif each.name == tier:
+                each.reject(key, reason)
 
     def touch(self, keys: Sequence[StorageKey]) -> None:
         """Marks a path from the root as used, in every tier."""
         for tier in self.tiers:
             tier.index.touch(keys)
 
-    def _keep(self, tier: Tier, frame: Frame) -> bool:
-        if not self.policies[tier.name].write or tier.contains(frame.key):
+    def _keep(self, tier: Tier, frame: Frame, marks: Marks) -> bool:
+        if not self.policies[tier.name].write or not tier.lacks(frame.key):
             return False
-        return tier.store(frame) if isinstance(tier, MemoryTier) else tier.writes.offer(frame)
+        since = marks.get(tier.name)
+        return tier.store(frame, since) if isinstance(tier, MemoryTier) else tier.writes.offer(frame, since)
 
     def _repair(self, tier: Tier, key: StorageKey) -> None:
         if not isinstance(tier, MemoryTier):
@@ -307,8 +363,7 @@ class TierChain:
             if isinstance(other, StorageTier)
             and self.policies[other.name].write
             and other.usable
-            and key not in other.index
-            and key not in other.writes
+            and other.lacks(key)
         ]
         if lacking:
             frame = tier.borrow(key, "repair")

@@ -48,7 +48,9 @@ class Ticket:
 
     def abandon(self) -> None:
         """Gives up the claim, and the frame if it has come."""
-        frame = self.result(0.0)
+        with self._lock:
+            self._over = True
+            frame, self._frame = self._frame, None
         if frame is not None:
             frame.release()
 

@@ -32,9 +32,9 @@ class Frame:
     def nbytes(self) -> int:
         return self.header.frame_nbytes
 
-    def segments(self) -> list[memoryview]:
-        """One writable view a segment, of exactly its stored bytes. They die with the lease."""
-        memory = self.lease.memory
+    def segments(self, *, readonly: bool = False) -> list[memoryview]:
+        """One view a segment, of exactly its stored bytes. They die with the lease."""
+        memory = self.lease.memory.toreadonly() if readonly else self.lease.memory
         return [payload(memory, self.header, index) for index in range(len(self.header.segments))]
 
     def seal(self) -> None:

@@ -21,9 +21,10 @@ class Hints:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # guards both
+        self._lock = threading.Lock()  # guards all three
         self._believed: OrderedDict[StorageKey, float] = OrderedDict()  # until when; soonest first
         self._rejected: OrderedDict[StorageKey, None] = OrderedDict()
+        self._failed: OrderedDict[StorageKey, int] = OrderedDict()  # the tier's good reads until then
 
     def believes(self, key: StorageKey) -> bool:
         return self._believed.get(key, 0.0) > self._clock()
@@ -50,9 +51,23 @@ class Hints:
             if len(self._rejected) > MAX_REJECTED:
                 self._rejected.popitem(last=False)
 
+    def failed_again(self, key: StorageKey, good_reads: int) -> bool:
+        """Notes a read that failed. Whether it failed before while the tier read others well since: then
+        it is the value that can't be read, not the tier. `good_reads` is the tier's count so far."""
+        with self._lock:
+            before = self._failed.setdefault(key, good_reads)
+            if len(self._failed) > MAX_REJECTED:
+                self._failed.popitem(last=False)
+        return before < good_reads
+
+    @property
+    def rejects_any(self) -> bool:
+        return bool(self._rejected)
+
     def rejects(self, key: StorageKey) -> bool:
         return key in self._rejected
 
     def accept(self, key: StorageKey) -> None:
         with self._lock:
             self._rejected.pop(key, None)
+            self._failed.pop(key, None)

@@ -132,28 +132,32 @@ class ResidencyIndex:
 
     # -- admission -------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> list[Resident] | None:
-        """Sets `nbytes` aside for a put, choosing victims where needed.
+    def mark(self) -> int:
+        """A moment, for `since`."""
+        return self._tick
+
+    def reserve(self, nbytes: int, since: int | None = None) -> list[Resident] | None:
+        """Sets `nbytes` aside for a put, choosing victims where needed; none used after `since`.
 
         Returns the victims, hidden: no longer visible, their bytes counted until `gone` is told of each.
         The reservation counts at once, so the caller must see victims gone before it writes. None: no
         room can be made (larger than the tier, or the rest is pinned, leased or has children here).
         """
         with self._lock:
-            victims = self._choose(nbytes)
+            victims = self._choose(nbytes, since)
             if victims is None:
                 return None
             self._reserved += nbytes
         self._stream.flush()
         return victims
 
-    def take_room(self, nbytes: int) -> list[Resident] | None:
+    def take_room(self, nbytes: int, since: int | None = None) -> list[Resident] | None:
         """`reserve` and `begin` in one, for a medium that gives up a copy the moment it is told to.
 
         The victims are gone for good: their bytes don't count any more.
         """
         with self._lock:
-            victims = self._choose(nbytes)
+            victims = self._choose(nbytes, since)
             if victims is None:
                 return None
             for victim in victims:
@@ -175,6 +179,11 @@ class ResidencyIndex:
             self._writing += nbytes
             return True
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether bytes are on their way: victims leaving, or puts writing."""
+        return self._leaving > 0 or self._writing > 0
+
     def unreserve(self, nbytes: int, *, begun: bool) -> None:
         """Gives up a reservation, for a put that will not, or did not, take place."""
         with self._lock:
@@ -188,12 +197,13 @@ class ResidencyIndex:
             self._leave(victim)
 
     def kept(self, victim: Resident) -> None:
-        """A hidden copy could not be removed from the medium: it is visible again."""
+        """A hidden copy could not be removed from the medium: it is visible again, and the newest."""
         with self._lock:
             if victim.key in self._entries:  # a newer copy took its place; the old bytes are gone with it
                 self._leave(victim)
             else:
-                self._restore(victim)
+                self._leave(victim)
+                self._insert(victim)  # as the newest: another victim is tried next time
                 self._stream.admitted(victim.key, victim.stored)
         self._stream.flush()
 
@@ -322,7 +332,7 @@ class ResidencyIndex:
     def _held(self, entry: Resident) -> bool:
         return (entry.hold is not None and entry.hold.leased) or self._pinned(entry.key)
 
-    def _choose(self, nbytes: int) -> list[Resident] | None:
+    def _choose(self, nbytes: int, since: int | None) -> list[Resident] | None:
         """Hides what must leave for `nbytes` more; None, and nothing hidden, when that isn't enough."""
         victims: list[Resident] = []
         if self._capacity is None:
@@ -330,7 +340,7 @@ class ResidencyIndex:
         wanted = self._used + self._reserved - self._leaving + nbytes - self._capacity
         while wanted > 0:
             victim = self._coldest()
-            if victim is None:
+            if victim is None or (since is not None and victim.last_use > since):
                 for entry in reversed(victims):
                     self._restore(entry)
                 return None

@@ -55,6 +55,16 @@ class LoadJob(Job):
         self._allocate_until = allocate_until
         self._lock = threading.Lock()  # guards _leases: a lease goes to its frame or is released, once
         self._leases: list[Lease | None] = []
+        self._on_finished: Callable[[], None] = lambda: None
+
+    def on_finished(self, action: Callable[[], None]) -> None:
+        """Runs `action` once the backend has let go."""
+        self._on_finished = action
+
+    def give_up(self, outcome: Outcome) -> None:
+        """Ends a job that was never submitted."""
+        for index in range(self.num_items):
+            self.settled(index, outcome, None)
 
     def prepare(self) -> Sequence[Item]:
         until = min(self.deadline, self._allocate_until())
@@ -86,14 +96,33 @@ class LoadJob(Job):
         for lease in leases:
             if lease is not None:
                 lease.release()
+        self._on_finished()
 
 
 class Write:
-    """One frame on its way to a tier. Waiting, it has only an evictable hold on the bytes."""
+    """One frame on its way to a tier. Waiting, it has only an evictable hold on the bytes, unless they
+    are to be `kept`: then a lease too, until it has ended.
 
-    __slots__ = ("cancelled", "header", "hold", "in_doubt", "key", "nbytes", "retried", "running", "sealed")
+    `since` is the index's moment when its request began: nothing used later leaves for it.
+    """
 
-    def __init__(self, frame: Frame, on_evict: Callable[[Hold], None]) -> None:
+    __slots__ = (
+        "cancelled",
+        "header",
+        "hold",
+        "in_doubt",
+        "kept",
+        "key",
+        "nbytes",
+        "retried",
+        "running",
+        "sealed",
+        "since",
+    )
+
+    def __init__(
+        self, frame: Frame, on_evict: Callable[[Hold], None], *, since: int | None, keep: bool
+    ) -> None:
         self.key = frame.key
         self.header = frame.header
         self.nbytes = frame.nbytes
@@ -103,6 +132,15 @@ class Write:
         self.running = False
         self.retried = False
         self.in_doubt = False  # timed out, and may yet land
+        self.since = since
+        self.kept = frame.lease.share("waiting write") if keep else None
+
+    def release(self) -> None:
+        """Lets go of the bytes. Once."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.release()
+        self.hold.drop()
 
 
 class StoreJob(Job):
@@ -144,6 +182,7 @@ class StoreJob(Job):
         for write in self._writes:
             lease = write.hold.lease(self._owner)
             if lease is None:
+                write.cancelled = True
                 gone.append(write)
                 continue
             self._leases.append(lease)

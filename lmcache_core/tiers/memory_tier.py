@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 
 from lmcache_core.errors import BackendError
 from lmcache_core.events import EventBus, StoreShed
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.memory import Hold, PinTable
+from lmcache_core.memory import Hold, Lease, PinTable
 from lmcache_core.storage import Backend, BackendStats, Outcome, Resident, Status
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.index import IndexStats, ResidencyIndex
@@ -41,6 +42,8 @@ class MemoryTier:
         self.index = ResidencyIndex(
             name, capacity_bytes, pinned=lambda key: pins.pinned(name, key), events=events
         )
+        self._lock = threading.Lock()  # guards _storing
+        self._storing: set[StorageKey] = set()
         self._backend: Backend[object] = backend
         self._resident: Resident = backend
         self._emit = events.emit
@@ -53,17 +56,35 @@ class MemoryTier:
     def contains(self, key: StorageKey) -> bool:
         return key in self.index
 
+    def lacks(self, key: StorageKey) -> bool:
+        """Whether a write of `key` would bring something."""
+        return key not in self.index
+
     def held(self, keys: Sequence[StorageKey], deadline: float) -> list[bool]:
         return [key in self.index for key in keys]
 
     def list_keys(self, prefix: str, deadline: float) -> list[StorageKey]:
         return self.index.keys(prefix)
 
-    def store(self, frame: Frame) -> bool:
-        """Keeps `frame` here under a reference of its own; the caller's lease is untouched."""
+    def store(self, frame: Frame, since: int | None = None) -> bool:
+        """Keeps `frame` here under a reference of its own; the caller's lease is untouched.
+
+        Nothing that was used after `since` leaves for it. One thread at a time stores a key.
+        """
+        with self._lock:
+            if frame.key in self._storing:
+                return True
+            self._storing.add(frame.key)
+        try:
+            return self._store(frame, since)
+        finally:
+            with self._lock:
+                self._storing.discard(frame.key)
+
+    def _store(self, frame: Frame, since: int | None) -> bool:
         hold = frame.lease.hold(tag=frame.key)
         stored = hold.slot_nbytes
-        victims = self.index.take_room(stored)
+        victims = self.index.take_room(stored, since)
         if victims is None:
             hold.drop()
             self._shed(frame.key, "no room", "the rest is pinned or in use")
@@ -90,7 +111,7 @@ class MemoryTier:
             lease = self._resident.borrow(key)
         except Exception:  # noqa: BLE001  (recorded boundary: plugin code)
             lease = None
-        if lease is None:
+        if not isinstance(lease, Lease):
             self.index.remove(key, "lost")
             return None
         return Frame(copy.header, lease, sealed=False)
@@ -106,7 +127,10 @@ class MemoryTier:
         return self.index.stats(), self._backend.stats()
 
     def close(self) -> None:
-        self._backend.close()
+        try:
+            self._backend.close()
+        except Exception:  # recorded boundary: plugin code
+            log.exception("tier %s: close raised", self.name)
 
     # -- the pool's side (memory.Reclaimer) ------------------------------------------------------
 
@@ -135,7 +159,13 @@ class MemoryTier:
 
     def _adopt(self, key: StorageKey, hold: Hold) -> Outcome:
         try:
-            return self._resident.adopt(key, hold)
+            outcome: object = self._resident.adopt(key, hold)
+            if isinstance(outcome, Outcome):
+                return outcome
+            error = BackendError(
+                f"adopt returned {type(outcome).__name__}, not an Outcome", backend=self.name
+            )
+            return Outcome(status=Status.FAILED, error=error)
         except Exception as error:  # noqa: BLE001  (recorded boundary: plugin code)
             return Outcome(
                 status=Status.FAILED, error=BackendError(str(error), backend=self.name, op="adopt", key=key)

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from lmcache_core.errors import BackendError, LMCacheError
+from lmcache_core.errors import BackendError, BackendUnavailable, LMCacheError
 from lmcache_core.events import Event, TierDown
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ class Opener:
         with self._lock:
             self._starting = self._running = True
         thread = self._thread()
-        thread.join(wait_s)
+        if thread is not None:
+            thread.join(wait_s)
         with self._lock:
             self._starting = False
             late, error = self._running, self._error
@@ -83,9 +84,16 @@ class Opener:
         with self._lock:
             self._stopped = True
 
-    def _thread(self) -> threading.Thread:
+    def _thread(self) -> threading.Thread | None:
+        """None, and another try later, where the system gives no thread."""
         thread = threading.Thread(target=self._run, name=f"lmcache {self._tier} open", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._running = False
+                self._again_at = self._clock() + self._delay_s
+            return None
         return thread
 
     def _run(self) -> None:
@@ -94,6 +102,8 @@ class Opener:
             self._open_tier(OPEN_DEADLINE_S)
         except LMCacheError as failure:
             error = failure
+        except BaseException as failure:  # noqa: BLE001  (recorded boundary: plugin code below)
+            error = BackendUnavailable(f"opening raised {type(failure).__name__}: {failure}")
         with self._lock:
             self._running = False
             handed_over = self._starting and error is not None and not isinstance(error, BackendError)

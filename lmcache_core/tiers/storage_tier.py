@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache_core.errors import BackendError, BackendUnavailable, ConfigError, LMCacheError, PermissionDenied
+from lmcache_core.errors import BackendError, BackendUnavailable, ConfigError, PermissionDenied
 from lmcache_core.events import EventBus, FrameRejected, TierUp
+from lmcache_core.frame import PAGE_NBYTES
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool, PinTable
 from lmcache_core.storage import Capabilities, Job, Outcome, Priority, Status, TierExecutor
@@ -18,12 +19,14 @@ from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.hints import Hints
 from lmcache_core.tiers.index import ResidencyIndex, Resident
 from lmcache_core.tiers.jobs import DeleteJob, LoadJob, StatJob, is_corrupt, why
+from lmcache_core.tiers.loads import LoadQueue
 from lmcache_core.tiers.opening import Opener
 from lmcache_core.tiers.writes import WriteQueue
 
 BATCH_NBYTES = 16 << 20
 MAX_BATCH = 512
-GRACE_S = 1.0
+LEAST_FRAME_NBYTES = 2 * PAGE_NBYTES
+GRACE_S = 0.25
 """How long past a deadline the executor may take to say so before a waiter gives up on it."""
 
 
@@ -47,6 +50,8 @@ class StorageTierOptions:
     max_queued: int
     in_flight_bytes: int
     allocate_deadline_s: float
+    keeps_waiting: bool
+    """No memory tier holds what waits to be written."""
 
 
 class StorageTier:
@@ -72,7 +77,10 @@ class StorageTier:
         self.name = options.name
         self.deadline_s = options.deadline_s
         self.max_queued = options.max_queued
-        self.batch_nbytes = min(BATCH_NBYTES, options.in_flight_bytes)
+        # Half of what may be in flight is for loads; of the rest, half may be active when a batch is added.
+        self.write_bytes = options.in_flight_bytes // 4
+        self.batch_nbytes = min(BATCH_NBYTES, self.write_bytes)
+        self.loads = LoadQueue(options.in_flight_bytes // 2, self.submit, clock)
         self.index = ResidencyIndex(
             options.name, None, pinned=lambda key: pins.pinned(options.name, key), events=events
         )
@@ -82,6 +90,7 @@ class StorageTier:
         self.exact = False
         self.capabilities = Capabilities()
         self._hints = Hints(clock)
+        self._good_reads = 0  # roughly: only whether it grew matters
         self._failures = Failures(options.name, events.emit, clock)
         self._options = options
         self._open_tier = open_tier
@@ -128,7 +137,7 @@ class StorageTier:
                 capabilities.scan or not capabilities.persistent
             )
             kept = executor.scan("", deadline) if exact and capabilities.persistent else []
-        except LMCacheError as error:
+        except BaseException as error:
             executor.close(self._clock())
             if isinstance(error, PermissionDenied):
                 raise ConfigError(str(error)) from error
@@ -178,18 +187,32 @@ class StorageTier:
     # -- what is here ----------------------------------------------------------------------------
 
     def contains(self, key: StorageKey) -> bool:
-        """Whether the tier holds `key` as far as is known without asking it."""
-        if not self.usable or key not in self.index:
+        """Whether `key` can be had from here, as far as is known without asking."""
+        if not self.readable or key not in self.index or self._hints.rejects(key):
             return False
         return self.exact or self._hints.believes(key)
 
+    def lacks(self, key: StorageKey) -> bool:
+        """Whether a write of `key` would bring something: it isn't here, or what is here is bad."""
+        if key in self.writes:
+            return False
+        known = key in self.index and (self.exact or self._hints.believes(key))
+        return not known or self._hints.rejects(key)
+
+    @property
+    def readable(self) -> bool:
+        """Usable, and its read breaker is not open: what it holds can be hoped for."""
+        executor = self._executor
+        return self.usable and executor is not None and not executor.refuses_reads
+
     def prefix_length(self, keys: Sequence[StorageKey], start: int, deadline: float) -> int:
         """How many of `keys` from `start` on are here without a gap; asks the store where it must."""
-        if not self.usable:
+        if not self.readable:
             return 0
-        if self.exact:
-            return self.index.prefix_length(keys, start)
         position = start
+        if self.exact:
+            length = self.index.prefix_length(keys, start)
+            return length if not self._hints.rejects_any else self._before_rejected(keys, start, length)
         while position < len(keys) and self.contains(keys[position]):
             position += 1
         while position < len(keys):
@@ -201,9 +224,15 @@ class StorageTier:
                 break
         return position - start
 
+    def _before_rejected(self, keys: Sequence[StorageKey], start: int, length: int) -> int:
+        for position in range(start, start + length):
+            if self._hints.rejects(keys[position]):
+                return position - start
+        return length
+
     def held(self, keys: Sequence[StorageKey], deadline: float) -> list[bool]:
         """Which of `keys` are here; asks the store where it must, for all of them at once."""
-        if self.exact or not self.usable:
+        if self.exact or not self.readable:
             return [self.contains(key) for key in keys]
         answers: list[bool] = []
         for start in range(0, len(keys), self.max_batch):
@@ -256,16 +285,21 @@ class StorageTier:
             copy = self.index.get(key)
             if copy is None:
                 arrived(key, None, "no longer there")
+            elif not LEAST_FRAME_NBYTES <= copy.nbytes <= self._pool.capacity_bytes:
+                self.reject(key, f"a value of {copy.nbytes} bytes is no frame that fits")
+                arrived(key, None, "no frame")
             else:
                 copies.append(copy)
 
         def settled(copy: Resident, frame: Frame | None, outcome: Outcome) -> None:
             if frame is None:
                 self._not_loaded(copy, outcome)
+            else:
+                self._good_reads += 1
             arrived(copy.key, frame, "" if frame is not None else why(outcome))
 
         for batch in _batches(copies, self.max_batch, self.batch_nbytes):
-            self.submit(
+            self.loads.add(
                 LoadJob(
                     self._pool,
                     batch,
@@ -284,6 +318,7 @@ class StorageTier:
         victims = self.index.take(keys, reason)
         batches = [victims[i : i + self.max_batch] for i in range(0, len(victims), self.max_batch)]
         removed: list[Resident] = []
+        settled = threading.Semaphore(0)
 
         def note(victim: Resident, outcome: Outcome) -> None:
             if outcome.status in (Status.OK, Status.MISS):
@@ -293,39 +328,58 @@ class StorageTier:
             else:
                 self.failed("delete", outcome)
                 self.index.kept(victim)
+            settled.release()
 
-        over = [threading.Event() for _ in batches]
-        for batch, finished in zip(batches, over, strict=True):
-            self.submit(DeleteJob(batch, note, finished.set, deadline=deadline, priority=Priority.LOAD))
-        for finished in over:
-            finished.wait(max(deadline - self._clock(), 0.0) + GRACE_S)
+        for batch in batches:
+            self.submit(DeleteJob(batch, note, self.writes.pump, deadline=deadline, priority=Priority.LOAD))
+        for _ in victims:
+            if not settled.acquire(timeout=max(deadline - self._clock(), 0.0) + GRACE_S):
+                break
+        self.writes.pump()
         return len(removed)
 
+    def reject(self, key: StorageKey, reason: str) -> None:
+        """What is stored under `key` is not to be read again until it has been written anew."""
+        self._emit(FrameRejected(tier=self.name, key=key, reason=reason))
+        self._hints.reject(key)
+        copy = self.index.get(key)
+        if copy is not None:
+            self._delete_bad(copy)
+
     def _not_loaded(self, copy: Resident, outcome: Outcome) -> None:
-        corrupt = is_corrupt(outcome) or outcome.status is Status.TOO_SMALL
-        if corrupt:
-            self._emit(FrameRejected(tier=self.name, key=copy.key, reason=why(outcome)))
-            self._hints.reject(copy.key)
-            if not self.index.take_copy(copy, "corrupt"):
-                return
-            if not self.capabilities.delete:
-                self.index.gone(copy)
-                return
-            self.submit(
-                DeleteJob(
-                    [copy],
-                    lambda victim, _: self.index.gone(victim),
-                    self.writes.pump,
-                    deadline=self._clock() + self.deadline_s,
-                )
-            )
+        if is_corrupt(outcome) or outcome.status is Status.TOO_SMALL:
+            self.reject(copy.key, why(outcome))
         elif outcome.status is Status.MISS:
             self._hints.disbelieve(copy.key)
             self.index.remove(copy.key, "lost", token=copy.token)
         elif outcome.status in (Status.FAILED, Status.TIMEOUT):
             self.failed("get", outcome)
+            if outcome.status is Status.FAILED and self._hints.failed_again(copy.key, self._good_reads):
+                self._emit(FrameRejected(tier=self.name, key=copy.key, reason=f"unreadable: {why(outcome)}"))
+                self._hints.reject(copy.key)  # not deleted: it may be good, and a new write replaces it
+
+    def _delete_bad(self, copy: Resident) -> None:
+        if not self.index.take_copy(copy, "rejected"):
+            return
+        if not self.capabilities.delete:
+            self.index.kept(copy)  # its bytes still count; a new write replaces it
+            return
+
+        def removed(victim: Resident, outcome: Outcome) -> None:
+            if outcome.status in (Status.OK, Status.MISS):
+                self.index.gone(victim)
+            else:
+                self.failed("delete", outcome)
+                self.index.kept(victim)
+
+        deadline = self._clock() + self.deadline_s
+        self.submit(DeleteJob([copy], removed, self.writes.pump, deadline=deadline))
 
     # -- what the write queue needs --------------------------------------------------------------
+
+    @property
+    def keeps_waiting(self) -> bool:
+        return self._options.keeps_waiting
 
     @property
     def max_batch(self) -> int:
@@ -358,6 +412,7 @@ class StorageTier:
     def _lost(self, copies: Sequence[tuple[StorageKey, int | None]], reason: str) -> None:
         for key, token in copies:
             self.index.remove(key, reason, token=token)
+        self.writes.pump()
 
     def _believe(self, copy: Resident) -> None:
         if copy.key not in self.index:

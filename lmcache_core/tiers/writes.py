@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from lmcache_core.events import Event, StoreShed
@@ -25,9 +25,15 @@ class WriteTarget(Protocol):
     index: ResidencyIndex
     batch_nbytes: int
     """Bytes in one batch, at most, unless one write alone is larger."""
+    write_bytes: int
+    """Bytes in all batches past waiting, at most, unless one batch alone is larger."""
 
     @property
     def usable(self) -> bool: ...
+    @property
+    def keeps_waiting(self) -> bool:
+        """No memory tier holds the frames: waiting writes keep their bytes, and stores wait for room."""
+
     @property
     def deadline_s(self) -> float: ...
     @property
@@ -53,11 +59,12 @@ class WriteTarget(Protocol):
 class _Batch:
     """Writes that go to the backend in one call, once the victims that make their room are gone."""
 
-    __slots__ = ("nbytes", "stuck", "writes")
+    __slots__ = ("charged", "nbytes", "stuck", "writes")
 
-    def __init__(self, writes: list[Write]) -> None:
+    def __init__(self, writes: list[Write], charged: int | None = None) -> None:
         self.writes = writes
         self.nbytes = sum(write.nbytes for write in writes)
+        self.charged = self.nbytes if charged is None else charged  # against the bound of active bytes
         self.stuck = False  # a victim could not be deleted
 
 
@@ -86,14 +93,18 @@ class WriteQueue:
         self._writes: dict[StorageKey, Write] = {}  # waiting and running
         self._ready: deque[_Batch] = deque()  # room reserved, own victims gone
         self._active = 0  # batches past waiting
+        self._active_bytes = 0
         self._pumping = False
         self._capacity_back_at = 0.0
 
     def __contains__(self, key: StorageKey) -> bool:
         return key in self._writes
 
-    def offer(self, frame: Frame) -> bool:
-        """Queues a frame under a reference of its own; the caller's lease is untouched. Never blocks."""
+    def offer(self, frame: Frame, since: int | None = None) -> bool:
+        """Queues a frame under a reference of its own; the caller's lease is untouched. Never blocks.
+
+        Nothing that was used after `since` leaves the tier for it.
+        """
         target = self._target
         if not target.usable:
             return self._shed(frame.key, "tier down")
@@ -102,7 +113,7 @@ class WriteQueue:
                 return True
             full = len(self._waiting) >= target.max_queued
             if not full:
-                write = Write(frame, self._evicted)
+                write = Write(frame, self._evicted, since=since, keep=target.keeps_waiting)
                 self._writes[frame.key] = write
                 self._waiting.append(write)
         if full:
@@ -121,9 +132,11 @@ class WriteQueue:
             if waiting:
                 del self._writes[key]
                 self._changed.notify_all()
-        write.hold.drop()  # one on its way without a lease yet finds its bytes gone at dispatch
         if waiting:
+            write.release()
             self._shed(key, reason)
+        else:
+            write.hold.drop()  # on its way without a lease yet, it finds its bytes gone at dispatch
 
     def withdraw_all(self, reason: str) -> None:
         with self._changed:
@@ -148,23 +161,35 @@ class WriteQueue:
             if self._pumping:
                 return
             self._pumping = True
-        while True:
-            with self._changed:
-                batch, begun = self._next()
-                if batch is None:
-                    self._pumping = False
-                    return
-            if begun:
-                self._run(batch)
-            else:
-                self._make_room(batch.writes)
+        over = False
+        try:
+            while True:
+                with self._changed:
+                    batch, begun = self._next()
+                    if batch is None:
+                        over, self._pumping = True, False
+                        return
+                if begun:
+                    self._run(batch)
+                else:
+                    self._make_room(batch)
+        finally:
+            if not over:  # an interrupt of the caller's thread: the next one pumps on
+                self._pumping = False
 
     # -- one batch -------------------------------------------------------------------------------
 
     def _next(self) -> tuple[_Batch | None, bool]:
-        if self._ready and self._target.index.begin(self._ready[0].nbytes):
-            return self._ready.popleft(), True
-        if self._active >= self._target.max_batches:
+        if self._ready:
+            if self._target.index.begin(self._ready[0].nbytes):
+                return self._ready.popleft(), True
+            if not self._target.index.unsettled:  # what was to leave came back: room must be made anew
+                batch = self._ready.popleft()
+                for write in batch.writes:
+                    self._target.index.unreserve(write.nbytes, begun=False)
+                return batch, False
+        full = self._active_bytes >= self._target.write_bytes
+        if self._active and (full or self._active >= self._target.max_batches):
             return None, False
         writes: list[Write] = []
         nbytes = 0
@@ -179,14 +204,16 @@ class WriteQueue:
                 nbytes += write.nbytes
         if not writes:
             return None, False
+        batch = _Batch(writes)
         self._active += 1
-        return _Batch(writes), False
+        self._active_bytes += batch.charged
+        return batch, False
 
-    def _make_room(self, writes: Sequence[Write]) -> None:
+    def _make_room(self, wanted: _Batch) -> None:
         going: list[Write] = []
         victims: list[Resident] = []
-        for write in writes:
-            chosen = self._target.index.reserve(write.nbytes)
+        for write in wanted.writes:
+            chosen = self._target.index.reserve(write.nbytes, write.since)
             if chosen is None:
                 self._end(write)
                 self._shed(write.key, "no room", "the rest is pinned or in use")
@@ -194,9 +221,9 @@ class WriteQueue:
                 going.append(write)
                 victims.extend(chosen)
         if not going:
-            self._batch_over()
+            self._batch_over(wanted.charged)
             return
-        batch = _Batch(going)
+        batch = _Batch(going, wanted.charged)
         if not victims:
             self._room_made(batch)
             return
@@ -222,7 +249,7 @@ class WriteQueue:
             self._target.index.unreserve(write.nbytes, begun=False)
             self._end(write)
             self._shed(write.key, "no room", "what should leave could not be deleted")
-        self._batch_over()
+        self._batch_over(batch.charged)
 
     def _run(self, batch: _Batch) -> None:
         self._target.submit(
@@ -231,15 +258,16 @@ class WriteQueue:
                 batch.writes,
                 self._stored,
                 self._late,
-                self._batch_over,
+                lambda: self._batch_over(batch.charged),
                 tier=self._target.name,
                 deadline=self._clock() + self._target.deadline_s,
             )
         )
 
-    def _batch_over(self) -> None:
+    def _batch_over(self, charged: int) -> None:
         with self._changed:
             self._active -= 1
+            self._active_bytes -= charged
             self._changed.notify_all()
         self.pump()
 
@@ -255,7 +283,10 @@ class WriteQueue:
             self._end(write)
             self._shed(write.key, "deadline")
         else:
-            index.unreserve(write.nbytes, begun=True)
+            if outcome.status is Status.FAILED:
+                self._doubt(write)
+            else:
+                index.unreserve(write.nbytes, begun=True)
             again = outcome.status is Status.FULL and not (write.retried or write.cancelled)
             if again and self._squeeze(write):
                 return
@@ -272,8 +303,28 @@ class WriteQueue:
         write.in_doubt = False
         if outcome.status is Status.OK:
             self._admit(write, outcome)
+        elif outcome.status is Status.FAILED:
+            self._doubt(write)
         else:
             self._target.index.unreserve(write.nbytes, begun=True)
+
+    def _doubt(self, write: Write) -> None:
+        """A put that failed may have taken effect all the same. Its bytes count until it is deleted, or,
+        where that fails too, as a copy that may be there: reading or evicting it will tell."""
+        index, header = self._target.index, write.header
+        copy = Resident(write.key, write.nbytes, write.nbytes, parent=header.parent)
+
+        def removed(copy: Resident, outcome: Outcome) -> None:
+            if outcome.status in (Status.OK, Status.MISS):
+                index.unreserve(write.nbytes, begun=True)
+            else:
+                index.admit(copy, reserved=write.nbytes)
+
+        if self._target.capacity_bytes is None:  # the store keeps its own bound
+            index.unreserve(write.nbytes, begun=True)
+            return
+        deadline = self._clock() + self._target.deadline_s
+        self._target.submit(DeleteJob([copy], removed, self.pump, deadline=deadline))
 
     def _admit(self, write: Write, outcome: Outcome) -> None:
         stored = write.nbytes if outcome.stored is None else outcome.stored
@@ -309,7 +360,7 @@ class WriteQueue:
             self.withdraw(hold.tag)
 
     def _end(self, write: Write) -> None:
-        write.hold.drop()
+        write.release()
         with self._changed:
             if self._writes.get(write.key) is write:
                 del self._writes[write.key]

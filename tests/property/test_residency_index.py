@@ -81,7 +81,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.kept(victim)
         if victim.key not in self.held:
             self.held[victim.key] = victim.stored
-            self.age.insert(0, victim.key)
+            self._used(victim.key)
 
     @precondition(lambda self: self.begun)
     @rule(fails=st.booleans())

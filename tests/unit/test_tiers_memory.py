@@ -36,7 +36,7 @@ def put(chain: TierChain, name: str, nbytes: int, parent: str = "") -> bool:
     if frame is None:
         return False
     with frame:
-        return chain.put(frame)
+        return chain.put(frame, {})
 
 
 def chain_of(capacity: str, staging: str = "1MiB") -> TierChain:

@@ -1,0 +1,61 @@
+"""Loads that wait for their turn: a tier is asked for no more bytes at once than it may have in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from lmcache_core.storage import Job, Outcome, Status
+from lmcache_core.tiers.jobs import LoadJob
+
+LATE = Outcome(status=Status.TIMEOUT)
+
+
+class LoadQueue:
+    """Holds loads back instead of having them refused as busy. Thread-safe; never blocks.
+
+    Bytes count until the backend has let go of them, so a hung store fills the bound; what waits then
+    ends at its deadline, at the latest when the next request comes.
+    """
+
+    def __init__(self, most_bytes: int, submit: Callable[[Job], None], clock: Callable[[], float]) -> None:
+        self._most_bytes = most_bytes
+        self._submit = submit
+        self._clock = clock
+        self._lock = threading.Lock()  # guards the two below
+        self._waiting: deque[LoadJob] = deque()
+        self._bytes = 0
+
+    def add(self, job: LoadJob) -> None:
+        job.on_finished(lambda: self._finished(job.nbytes))
+        with self._lock:
+            self._waiting.append(job)
+        self._advance()
+
+    def expire(self) -> None:
+        """Ends what has waited past its deadline."""
+        now = self._clock()
+        with self._lock:
+            late = [job for job in self._waiting if job.deadline <= now]
+            if late:
+                self._waiting = deque(job for job in self._waiting if job.deadline > now)
+        for job in late:
+            job.give_up(LATE)
+
+    def _finished(self, nbytes: int) -> None:
+        with self._lock:
+            self._bytes -= nbytes
+        self._advance()
+
+    def _advance(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                job = self._waiting[0]
+                if self._bytes and self._bytes + job.nbytes > self._most_bytes:
+                    return
+                self._waiting.popleft()
+                self._bytes += job.nbytes
+            self._submit(job)
