@@ -148,7 +148,8 @@ class EventBus:
 
     def __init__(self) -> None:
         self._observers: tuple[tuple[Observer, tuple[type[Event], ...]], ...] = ()
-        self._lock = threading.Lock()  # guards replacement of the tuple; readers take it as it is
+        self._watched: dict[type[Event], bool] = {}  # answers so far; replaced with the tuple
+        self._lock = threading.Lock()  # guards replacement of both; readers take them as they are
 
     def subscribe(self, observer: Observer, *kinds: type[Event]) -> Callable[[], None]:
         """Adds `observer` for events of `kinds`, or of all kinds when none is named.
@@ -157,11 +158,16 @@ class EventBus:
         """
         with self._lock:
             self._observers = (*self._observers, (observer, kinds or (Event,)))
+            self._watched = {}
         return lambda: self._remove(observer)
 
     def watched(self, kind: type[Event]) -> bool:
         """Whether anyone wants events of `kind`: what spares building those that are frequent."""
-        return any(issubclass(kind, kinds) for _, kinds in self._observers)
+        answers = self._watched
+        answer = answers.get(kind)
+        if answer is None:
+            answer = answers[kind] = any(issubclass(kind, kinds) for _, kinds in self._observers)
+        return answer
 
     def emit(self, event: Event) -> None:
         for observer, kinds in self._observers:
@@ -178,3 +184,4 @@ class EventBus:
     def _remove(self, observer: Observer) -> None:
         with self._lock:
             self._observers = tuple(pair for pair in self._observers if pair[0] is not observer)
+            self._watched = {}

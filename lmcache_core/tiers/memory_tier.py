@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 
 from lmcache_core.errors import BackendError
@@ -42,8 +41,7 @@ class MemoryTier:
         self.index = ResidencyIndex(
             name, capacity_bytes, pinned=lambda key: pins.pinned(name, key), events=events
         )
-        self._lock = threading.Lock()  # guards _storing
-        self._storing: set[StorageKey] = set()
+        self._storing: dict[StorageKey, Frame] = {}  # each step on it is atomic by itself
         self._backend: Backend[object] = backend
         self._resident: Resident = backend
         self._emit = events.emit
@@ -71,15 +69,12 @@ class MemoryTier:
 
         Nothing that was used after `since` leaves for it. One thread at a time stores a key.
         """
-        with self._lock:
-            if frame.key in self._storing:
-                return True
-            self._storing.add(frame.key)
+        if self._storing.setdefault(frame.key, frame) is not frame:
+            return True
         try:
             return self._store(frame, since)
         finally:
-            with self._lock:
-                self._storing.discard(frame.key)
+            del self._storing[frame.key]
 
     def _store(self, frame: Frame, since: int | None) -> bool:
         hold = frame.lease.hold(tag=frame.key)
