@@ -6,11 +6,10 @@ needs the room: eviction may end it, and then it leases no more.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -20,7 +19,7 @@ from lmcache_core.events import LeaseLost
 
 if TYPE_CHECKING:
     from lmcache_core.identity.keys import StorageKey
-    from lmcache_core.memory.ledger import Ledger
+    from lmcache_core.memory.ledger import Claim, Ledger
     from lmcache_core.memory.slabs import Slot
 
 _ORIGIN_FRAMES = 8
@@ -44,6 +43,7 @@ class Lease:
         "_ledger",
         "_memory",
         "_slot",
+        "_unreleased",
         "address",
         "nbytes",
         "offset",
@@ -52,8 +52,9 @@ class Lease:
         "slot_nbytes",
     )
 
-    def __init__(self, ledger: Ledger, slot: Slot, nbytes: int, owner: str) -> None:
-        self._claim = [slot]  # who pops it gives the lease back: one thread alone, without a lock
+    def __init__(self, ledger: Ledger, claim: Claim, nbytes: int, owner: str) -> None:
+        slot = claim[0]
+        self._unreleased = True  # who deletes it releases: one thread alone, without a lock
         self._slot: Slot | None = slot
         self._ledger = ledger
         self._memory: memoryview | None = None
@@ -66,6 +67,7 @@ class Lease:
         """Of the first byte in `MemoryPool.buffer`; a multiple of 4096."""
         self.address = ledger.mapping.address + slot.offset
         self.origin = "".join(traceback.format_stack(limit=_ORIGIN_FRAMES)[:-1]) if ledger.debug else ""
+        self._claim = claim  # emptied once the ledger has been told: until then `__del__` would tell it
 
     @property
     def memory(self) -> memoryview:
@@ -82,7 +84,7 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        return not self._claim
+        return self._slot is None
 
     def share(self, owner: str) -> Lease:
         """One more lease on the same bytes, to be released by itself.
@@ -90,16 +92,10 @@ class Lease:
         Raises:
             LeaseError: already released.
         """
-        ledger = self._ledger
-        with ledger.lock:
-            slot = self._slot
-            if slot is not None:
-                ledger.add_lease(slot)
-        if ledger.notes:
-            ledger.collect()
-        if slot is None:
+        lease = _one_more(self._ledger, self, owner)
+        if lease is None:
             raise LeaseError(f"a lease of {self.owner} was shared after its release")
-        return Lease(ledger, slot, self.nbytes, owner)
+        return lease
 
     def hold(self, tag: StorageKey | None = None, on_evict: Callable[[Hold], None] | None = None) -> Hold:
         """An evictable reference to the same bytes. It does not keep the lease, nor the lease it.
@@ -131,16 +127,19 @@ class Lease:
             LeaseError: already released.
         """
         try:
-            slot = self._claim.pop()
-        except IndexError:
+            del self._unreleased
+        except AttributeError:
             raise LeaseError(f"a lease of {self.owner} was released twice") from None
         self._slot = None
         memory, self._memory = self._memory, None
-        if memory is not None:
-            with contextlib.suppress(BufferError):  # in use now: quarantined until that is over
+        try:
+            if memory is not None:
                 memory.release()
+        except BufferError:
+            pass  # in use now: quarantined until that is over
+        finally:
             del memory
-        self._ledger.post(self._end, slot)
+            self._ledger.post(self._end)
 
     def __enter__(self) -> Self:
         return self
@@ -152,11 +151,10 @@ class Lease:
             self.release()
 
     def __del__(self) -> None:
-        if self._claim:
-            slot = self._claim.pop()
+        if getattr(self, "_claim", None):  # unset where Ctrl-C came first
             self._slot = None  # another finalizer of the same cycle may still hold this object
             event = LeaseLost(owner=self.owner, nbytes=self.nbytes, origin=self.origin)
-            self._ledger.post(self._ledger.lose_lease, slot, self._exporter, event)
+            self._ledger.post(self._ledger.lose_lease, self._claim, self._exporter, event)
 
     def __repr__(self) -> str:
         state = "released" if self._slot is None else f"offset={self.offset}"
@@ -178,8 +176,8 @@ class Lease:
             raise LeaseError(f"a lease of {self.owner} was used after its release")
         return memory
 
-    def _end(self, slot: Slot) -> None:
-        self._ledger.end_lease(slot, self._exporter)
+    def _end(self) -> None:
+        self._ledger.end_lease(self._claim, self._exporter)
 
 
 class Hold:
@@ -190,8 +188,10 @@ class Hold:
 
     __slots__ = (
         "__weakref__",
+        "_home",
         "_ledger",
         "_on_evict",
+        "_removed",
         "_slot",
         "nbytes",
         "reference",
@@ -208,6 +208,7 @@ class Hold:
         tag: StorageKey | None,
         on_evict: Callable[[Hold], None] | None,
     ) -> None:
+        self._home = slot
         self._slot: Slot | None = slot
         self._ledger = ledger
         self._on_evict = on_evict
@@ -216,6 +217,7 @@ class Hold:
         self.tag = tag
         self.tick = ledger.latest_tick
         self.reference = weakref.ref(self)  # the pool's own, weak, and this hold's name in its slot
+        self._removed = False  # from the ledger: until then `__del__` would have it removed
 
     @property
     def resident(self) -> bool:
@@ -235,16 +237,7 @@ class Hold:
 
     def lease(self, owner: str) -> Lease | None:
         """Access to the bytes, or None once dropped or evicted."""
-        ledger = self._ledger
-        with ledger.lock:
-            slot = self._slot
-            if slot is not None:
-                ledger.add_lease(slot)
-        if ledger.notes:
-            ledger.collect()
-        if slot is None:
-            return None
-        return Lease(ledger, slot, self.nbytes, owner)
+        return _one_more(self._ledger, self, owner)
 
     def touch(self, tick: int) -> None:
         """Says that the frame was used at `tick`, a number that grows. Lock-free.
@@ -266,30 +259,30 @@ class Hold:
         nothing changed.
         """
         ledger = self._ledger
-        with ledger.lock:
-            ledger.settle()
-            slot = self._slot
-            ended = ledger.end_holds(slot, self) if slot is not None and not slot.leases else []
-        if ledger.notes:
-            ledger.collect()
-        for hold in ended:
-            if hold is not self:
-                hold.tell_evicted()
+        ended: list[Hold] = []
+        try:
+            with ledger.lock:
+                ledger.settle()
+                slot = self._slot
+                if slot is not None and not slot.leases:
+                    ledger.end_holds(slot, self, ended)
+            if ledger.notes:
+                ledger.collect()
+        finally:
+            tell_evicted(ended[1:])
         return bool(ended)
 
     def drop(self) -> None:
         """Ends this reference alone, without telling anyone. Idempotent, never blocks."""
-        slot = self._slot
-        if slot is not None:
+        if self._slot is not None:
             self._slot = None
-            self._ledger.post(self._end, slot)
+            self._ledger.post(self._end)
 
     def end(self) -> None:
         """For the pool: `drop`, with the ledger's lock held."""
-        slot = self._slot
-        if slot is not None:
+        if self._slot is not None:
             self._slot = None
-            self._end(slot)
+            self._end()
 
     def tell_evicted(self) -> None:
         """For the pool: runs `on_evict`, without a lock."""
@@ -297,15 +290,45 @@ class Hold:
             self._on_evict(self)
 
     def __del__(self) -> None:
-        slot = self._slot
-        if slot is not None:
+        if not getattr(self, "_removed", True):  # unset where Ctrl-C came first
             self._slot = None
             ledger = self._ledger
-            ledger.post(ledger.remove_hold, slot, self.reference, self._on_evict is None, self.tick)
+            ledger.post(ledger.remove_hold, self._home, self.reference, self._on_evict is None, self.tick)
 
     def __repr__(self) -> str:
         state = "dropped" if self._slot is None else ("resident" if self._on_evict is None else "waiting")
         return f"Hold(tag={self.tag!r}, nbytes={self.nbytes}, {state})"
 
-    def _end(self, slot: Slot) -> None:
-        self._ledger.remove_hold(slot, self.reference, self._on_evict is None, self.tick)
+    def _end(self) -> None:
+        self._ledger.remove_hold(self._home, self.reference, self._on_evict is None, self.tick)
+        self._removed = True
+
+
+def tell_evicted(holds: Sequence[Hold]) -> None:
+    """Runs the `on_evict` of each, whatever the others raise, without a lock.
+
+    Raises:
+        What the first of them raised that did.
+    """
+    for position, hold in enumerate(holds):
+        try:
+            hold.tell_evicted()
+        except BaseException:
+            tell_evicted(holds[position + 1 :])
+            raise
+
+
+def _one_more(ledger: Ledger, of: Lease | Hold, owner: str) -> Lease | None:
+    """A new lease on the slot of a lease or hold; None once that is over."""
+    claim: Claim = []
+    try:
+        with ledger.lock:
+            slot = of._slot
+            if slot is not None:
+                ledger.add_lease(slot, claim)
+        if ledger.notes:
+            ledger.collect()
+        return Lease(ledger, claim, of.nbytes, owner) if claim else None
+    except BaseException:
+        ledger.disclaim(claim)
+        raise

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lmcache_core.events import LeaseLost
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 Exporter = weakref.ref[ctypes.Array[ctypes.c_ubyte]]
 
+Claim = list["Slot"]
+"""One leased slot until it has been given back, then none. Changed under the lock."""
+
+_AT_ONCE = (False,)  # what `Lock.acquire` takes for "don't block"
+
 
 class Ledger:
     """Counts leases and holds, frees a slot when its last one goes, and wakes who waits for that.
@@ -28,6 +33,14 @@ class Ledger:
     garbage collection inside a critical section of the same thread: so it never waits for the lock,
     but posts a note of what is to be done. Whoever takes the lock settles the notes there are before
     it reads, and calls `collect` after it let go: so none stays behind.
+
+    Ctrl-C may come after any call and at the start of any function (not inside a C function, and not
+    between one of those and the step of Python that called it). It leaves no lock held: `lock` is taken by
+    a plain `with`, never through a context manager of ours. It leaves no lease: counts that belong together
+    change without a call in between; a leased slot is in a `claim`, which its lease, or who was to make one,
+    has the ledger end; and a note that was cut short is settled again, which does nothing twice. What Python
+    can't rule out: within the slab table it can leave free slots of one slab unused, and between a hold's
+    eviction and `on_evict` it can suppress that call.
     """
 
     def __init__(self, table: SlabTable, mapping: Mapping, *, reserved_bytes: int, debug: bool) -> None:
@@ -51,17 +64,8 @@ class Ledger:
         self.notes: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         self.lost: deque[LeaseLost] = deque()  # to be reported by a call that may call out
         self.quarantined: dict[int, tuple[Exporter, Slot]] = {}  # by the id of the reference
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """The lock, notes settled before and after: for where a microsecond doesn't count."""
-        try:
-            with self.lock:
-                self.settle()
-                yield
-        finally:
-            if self.notes:
-                self.collect()
+        self.collecting = _Collecting(self)
+        """`with collecting, lock: settle()` is for where a microsecond doesn't count."""
 
     def room(self, reserve: bool) -> int:
         """Bytes that may be leased on top of what is: how much is free or evictable is another matter."""
@@ -71,17 +75,18 @@ class Ledger:
         """The slot size that a frame of `nbytes` gets."""
         return self.table.slot_nbytes(nbytes, at_most=self.room(reserve))
 
-    def take(self, slot_nbytes: int, reserve: bool, *, larger: bool = False) -> Slot | None:
-        """A leased slot of this size, or a `larger` one, where one is free."""
+    def take(self, slot_nbytes: int, reserve: bool, claim: Claim, *, larger: bool = False) -> bool:
+        """Puts a leased slot of this size, or a `larger` one, into `claim`, where one is free."""
         room = self.room(reserve)
         if self.closed or slot_nbytes > room:
-            return None
+            return False
         slot = self.table.take_larger(slot_nbytes, room) if larger else self.table.take(slot_nbytes)
-        if slot is not None:
-            self.add_lease(slot)
-        return slot
+        if slot is None:
+            return False
+        self.add_lease(slot, claim)
+        return True
 
-    def add_lease(self, slot: Slot) -> None:
+    def add_lease(self, slot: Slot, claim: Claim) -> None:
         if not slot.leases:
             slot.slab.num_leased += 1
             self.leased_bytes += slot.nbytes
@@ -90,11 +95,23 @@ class Ledger:
                 del slot.slab.size_class.orphans[slot]
         slot.leases += 1
         self.num_leases += 1
+        claim.append(slot)
 
-    def end_lease(self, slot: Slot, reference: Exporter | None) -> None:
-        """Ends a lease, or quarantines the slot while something views the bytes it exported."""
-        self.num_leases -= 1
+    def disclaim(self, claim: Claim) -> None:
+        """Gives back what is in `claim`, unless a lease has done so. Called as `post`."""
+        self.post(self.end_lease, claim, None)
+
+    def end_lease(self, claim: Claim, reference: Exporter | None) -> None:
+        """Ends a lease, or quarantines the slot while something views the bytes it exported.
+
+        Does nothing when that was done before: a release that Ctrl-C cut short may come again.
+        """
         exporter = reference() if reference is not None else None
+        if not claim:
+            return
+        slot = claim[0]
+        del claim[0]
+        self.num_leases -= 1
         if exporter is None:
             self._end_access(slot)
             return
@@ -102,17 +119,19 @@ class Ledger:
         self.quarantined[id(watch)] = watch, slot
         del exporter  # perhaps the last reference: then `_unviewed` runs here and posts a note
 
-    def lose_lease(self, slot: Slot, reference: Exporter | None, event: LeaseLost) -> None:
+    def lose_lease(self, claim: Claim, reference: Exporter | None, event: LeaseLost) -> None:
         """A lease was garbage-collected."""
+        if not claim:  # released after all, by a finalizer of the same cycle
+            return
         self.num_lost += 1
         self.lost.append(event)
-        self.end_lease(slot, reference)
+        self.end_lease(claim, reference)
 
     def add_hold(self, slot: Slot, reference: weakref.ref[Hold], resident: bool) -> None:
         """The slot is leased by the caller, so it is no orphan."""
         if not slot.holds:
             self.held_bytes += slot.nbytes
-        slot.holds.append(reference)
+        slot.holds += (reference,)
         slot.residents += resident
         self.num_holds += 1
         slab = slot.slab
@@ -123,7 +142,7 @@ class Ledger:
         """Does nothing when it was removed before: a dying hold and its eviction may cross."""
         if reference not in slot.holds:
             return
-        slot.holds.remove(reference)
+        del slot.holds[slot.holds.index(reference)]
         slot.residents -= resident
         self.num_holds -= 1
         if not slot.holds:
@@ -133,13 +152,12 @@ class Ledger:
         if not slot.leases:
             self._unleased(slot)
 
-    def end_holds(self, slot: Slot, hold: Hold) -> list[Hold]:
-        """Ends `hold`, and with it all waiting writes unless another resident stays. Returns the ended."""
+    def end_holds(self, slot: Slot, hold: Hold, ended: list[Hold]) -> None:
+        """Ends `hold`, and all waiting writes unless another resident stays; lists them in `ended`."""
         others_stay = slot.residents - hold.resident > 0
-        ended = [hold] if others_stay else [hold, *(h for h in slot.live_holds() if h is not hold)]
+        ended += [hold] if others_stay else [hold, *(h for h in slot.live_holds() if h is not hold)]
         for each in ended:
             each.end()
-        return ended
 
     def note_tick(self, slot: Slot, tick: int) -> None:
         """Called without the lock."""
@@ -159,16 +177,22 @@ class Ledger:
 
     def collect(self) -> None:
         """Settles the notes unless somebody holds the lock, who will. Called as `post`."""
-        while self.notes and self.lock.acquire(blocking=False):
+        while self.notes:
+            taken: list[bool] = []
             try:
+                taken.extend(map(self.lock.acquire, _AT_ONCE))  # one step: Ctrl-C finds both done, or neither
+                if not taken[0]:
+                    return
                 self.settle()
             finally:
-                self.lock.release()
+                if taken and taken[0]:
+                    self.lock.release()
 
     def settle(self) -> None:
         while self.notes:
-            settle, note = self.notes.popleft()
-            settle(*note)
+            settle, note = self.notes[0]
+            settle(*note)  # does nothing the second time: one that Ctrl-C cut short stays and comes again
+            self.notes.popleft()
 
     def wait(self, seen: int, timeout_s: float, *, for_drain: bool) -> None:
         """Blocks until the generation is not `seen`, or a drain ends; at most for `timeout_s`.
@@ -236,8 +260,10 @@ class Ledger:
         self.post(self._end_quarantine, id(watch))
 
     def _end_quarantine(self, watch_id: int) -> None:
-        _, slot = self.quarantined.pop(watch_id)
-        self._end_access(slot)
+        quarantined = self.quarantined.get(watch_id)
+        if quarantined is not None:
+            del self.quarantined[watch_id]
+            self._end_access(quarantined[1])
 
     def _end_access(self, slot: Slot) -> None:
         slot.leases -= 1
@@ -258,3 +284,19 @@ class Ledger:
             slot.slab.size_class.orphans[slot] = None
         self.wake()
         slot.slab.changed = self.generation
+
+
+class _Collecting:
+    """Collects notes at the end of a block; goes around the block that holds the lock."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ledger.notes:
+            self._ledger.collect()

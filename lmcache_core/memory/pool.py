@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from lmcache_core.errors import ConfigError, PoolFull
 from lmcache_core.events import EventBus
 from lmcache_core.memory.lease import Lease
-from lmcache_core.memory.ledger import Ledger
+from lmcache_core.memory.ledger import Claim, Ledger
 from lmcache_core.memory.mapping import HUGE_PAGE, Mapping
 from lmcache_core.memory.reclaim import Reclaim, Reclaimer
-from lmcache_core.memory.slabs import PAGE, SlabTable, Slot
+from lmcache_core.memory.slabs import PAGE, SlabTable
 
 log = logging.getLogger(__name__)
 
@@ -108,12 +108,17 @@ class MemoryPool:
             raise ValueError(f"can't allocate {nbytes} bytes")
         self._report_lost()
         ledger = self._ledger
-        with ledger.lock:
-            ledger.settle()
-            slot = ledger.take(ledger.slot_nbytes(nbytes, reserve), reserve)
-        if ledger.notes:
-            ledger.collect()
-        return Lease(ledger, slot, nbytes, owner) if slot is not None else None
+        claim: Claim = []
+        try:
+            with ledger.lock:
+                ledger.settle()
+                ledger.take(ledger.slot_nbytes(nbytes, reserve), reserve, claim)
+            if ledger.notes:
+                ledger.collect()
+            return Lease(ledger, claim, nbytes, owner) if claim else None
+        except BaseException:
+            ledger.disclaim(claim)
+            raise
 
     def allocate(self, nbytes: int, *, owner: str, deadline: float, reserve: bool = False) -> Lease:
         """A lease on `nbytes` with unspecified contents; evicts for it, and waits until `deadline`.
@@ -130,14 +135,19 @@ class MemoryPool:
         if lease is not None:
             return lease
         self._refuse_impossible(nbytes, reserve)
-        slot = self._make_room(nbytes, deadline, reserve)
-        if slot is None:
-            raise self._refusal(nbytes, reserve)
-        return Lease(self._ledger, slot, nbytes, owner)
+        claim: Claim = []
+        try:
+            if self._make_room(nbytes, deadline, reserve, claim):
+                return Lease(self._ledger, claim, nbytes, owner)
+        except BaseException:
+            self._ledger.disclaim(claim)
+            raise
+        raise self._refusal(nbytes, reserve)
 
     def wake(self) -> None:
         """Says that residents may have become evictable without a release: unpinned, or childless."""
-        with self._ledger.locked():
+        with self._ledger.collecting, self._ledger.lock:
+            self._ledger.settle()
             self._ledger.wake_all()
 
     @property
@@ -153,7 +163,8 @@ class MemoryPool:
     def stats(self) -> PoolStats:
         self._report_lost()
         ledger = self._ledger
-        with ledger.locked():
+        with ledger.collecting, ledger.lock:
+            ledger.settle()
             return PoolStats(
                 capacity_bytes=self.capacity_bytes,
                 reserved_bytes=self.reserved_bytes,
@@ -171,7 +182,8 @@ class MemoryPool:
 
     def check(self) -> None:
         """Asserts the invariants of the whole pool. Slow: for tests."""
-        with self._ledger.locked():
+        with self._ledger.collecting, self._ledger.lock:
+            self._ledger.settle()
             self._ledger.check()
 
     def close(self) -> None:
@@ -182,26 +194,28 @@ class MemoryPool:
         """
         self._report_lost()
         ledger = self._ledger
-        with ledger.locked():
+        with ledger.collecting, ledger.lock:
+            ledger.settle()
             ledger.closed = True
             ledger.wake_all()
             unused = not ledger.table.used_bytes
         if unused:
             self._mapping.close()
 
-    def _make_room(self, nbytes: int, deadline: float, reserve: bool) -> Slot | None:
+    def _make_room(self, nbytes: int, deadline: float, reserve: bool, claim: Claim) -> bool:
         ledger = self._ledger
-        reclaim = Reclaim(ledger, self._reclaimer, nbytes, reserve=reserve)
+        reclaim = Reclaim(ledger, self._reclaimer, nbytes, claim, reserve=reserve)
         late = self._clock() >= deadline
         while True:
-            slot = reclaim.step(expired=lambda: self._clock() >= deadline)
-            if slot is not None or ledger.closed:
-                return slot
+            if reclaim.step(expired=lambda: self._clock() >= deadline):
+                return True
+            if ledger.closed:
+                return False
             remaining_s = deadline - self._clock()
             if remaining_s > 0:
                 ledger.wait(reclaim.seen, remaining_s, for_drain=reclaim.saw_drain)
             elif late:
-                return None
+                return False
             else:
                 late = True
                 reclaim.restart()
@@ -231,7 +245,8 @@ class MemoryPool:
         )
 
     def _count_refusal(self) -> None:
-        with self._ledger.locked():
+        with self._ledger.collecting, self._ledger.lock:
+            self._ledger.settle()
             self._num_refused += 1
 
     def _report_lost(self) -> None:

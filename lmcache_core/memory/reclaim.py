@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lmcache_core.memory.lease import Hold
-from lmcache_core.memory.ledger import Ledger
+from lmcache_core.memory.lease import Hold, tell_evicted
+from lmcache_core.memory.ledger import Claim, Ledger
 from lmcache_core.memory.slabs import Refused, Slab, Slot
 
 MAX_PARTIAL_DRAINS = 4
@@ -50,7 +50,9 @@ class Reclaimer(Protocol):
 class Reclaim:
     """One allocation's search for room. Remembers what could not be evicted, so that it ends."""
 
-    def __init__(self, ledger: Ledger, reclaimer: Reclaimer | None, nbytes: int, *, reserve: bool) -> None:
+    def __init__(
+        self, ledger: Ledger, reclaimer: Reclaimer | None, nbytes: int, claim: Claim, *, reserve: bool
+    ) -> None:
         self.seen = -1
         """The ledger's generation when `step` last found nothing to do: wait until it changes."""
         self.saw_drain = False
@@ -58,6 +60,7 @@ class Reclaim:
         self._ledger = ledger
         self._reclaimer = reclaimer
         self._nbytes = nbytes
+        self._claim = claim
         self._reserve = reserve
         self._refused: Refused = {}
         self._partial_drains = 0
@@ -72,42 +75,42 @@ class Reclaim:
         self._exhausted_at = -1
         self._families_refused_at = -1
 
-    def step(self, *, expired: Callable[[], bool]) -> Slot | None:
-        """Evicts the coldest things until a slot comes of it; returns it leased, or None.
+    def step(self, *, expired: Callable[[], bool]) -> bool:
+        """Evicts the coldest things until a slot comes of it, which is then in the claim, leased.
 
         Candidates: the coldest resident of the class, its oldest slot that only waiting writes hold,
         and the coldest slabs of other classes. Blocks only as long as the reclaimer and `on_evict` do.
         """
         ledger = self._ledger
         for attempt in itertools.count():
-            with ledger.locked():
+            with ledger.collecting, ledger.lock:
+                ledger.settle()
                 self.seen = ledger.generation
                 slot_nbytes = ledger.slot_nbytes(self._nbytes, self._reserve)
-                slot = ledger.take(slot_nbytes, self._reserve)
-                if slot is not None:
-                    return slot
+                if ledger.take(slot_nbytes, self._reserve, self._claim):
+                    return True
                 if ledger.closed or slot_nbytes > ledger.room(self._reserve):
-                    return None  # eviction can't help: what is leased has to be released
+                    return False  # eviction can't help: what is leased has to be released
             if attempt >= MAX_ATTEMPTS_WHEN_LATE and expired():
-                return None
+                return False
             ways = self._ways(slot_nbytes)
             if not ways:
                 if self._evict_family(slot_nbytes):
                     continue
                 break
             _, make_room = min(ways, key=operator.itemgetter(0))
-            slot = make_room()
-            if slot is not None:
-                return slot
+            make_room()
+            if self._claim:
+                return True
         self.saw_drain = ledger.draining and not expired()
         if self.saw_drain:
-            return None  # another thread is about to free slabs: better than wasting a larger slot
+            return False  # another thread is about to free slabs: better than wasting a larger slot
         return self._take_larger(slot_nbytes)
 
-    def _ways(self, slot_nbytes: int) -> list[tuple[int, Callable[[], Slot | None]]]:
+    def _ways(self, slot_nbytes: int) -> list[tuple[int, Callable[[], None]]]:
         """Ways to make room, each with the latest tick that it would evict."""
         ledger = self._ledger
-        ways: list[tuple[int, Callable[[], Slot | None]]] = []
+        ways: list[tuple[int, Callable[[], None]]] = []
         generation = ledger.generation
         if self._reclaimer is not None and self._exhausted_at != generation:
             tick = self._reclaimer.coldest(slot_nbytes)
@@ -115,7 +118,8 @@ class Reclaim:
                 self._exhausted_at = generation
             else:
                 ways.append((tick, lambda: self._evict_resident(slot_nbytes)))
-        with ledger.locked():
+        with ledger.collecting, ledger.lock:
+            ledger.settle()
             if self._num_wakes != ledger.num_wakes:
                 self._num_wakes = ledger.num_wakes
                 self.restart()
@@ -146,7 +150,8 @@ class Reclaim:
         ledger = self._ledger
         if self._reclaimer is None or self._families_refused_at == ledger.generation:
             return False
-        with ledger.locked():
+        with ledger.collecting, ledger.lock:
+            ledger.settle()
             frames = ledger.table.coldest_residents(slot_nbytes, MAX_FAMILIES)
         for hold in frames:
             before = ledger.generation
@@ -160,38 +165,53 @@ class Reclaim:
         return next(iter(size_class.orphans), None) if size_class is not None else None
 
     def _evict_orphan(self, slot_nbytes: int) -> None:
-        with self._ledger.locked():
-            orphan = self._oldest_orphan(slot_nbytes)
-            ended = _end_waiting(orphan) if orphan is not None else []
-        for hold in ended:
-            hold.tell_evicted()
+        ended: list[Hold] = []
+        try:
+            with self._ledger.collecting, self._ledger.lock:
+                self._ledger.settle()
+                orphan = self._oldest_orphan(slot_nbytes)
+                if orphan is not None:
+                    _end_waiting(orphan, ended)
+        finally:
+            tell_evicted(ended)
 
-    def _drain(self, slabs: Sequence[Slab], slot_nbytes: int) -> Slot | None:
+    def _drain(self, slabs: Sequence[Slab], slot_nbytes: int) -> None:
         """Empties `slabs` and takes a slot in their place before anyone else can."""
         ledger = self._ledger
-        with ledger.locked():
-            if ledger.draining or any(not slab.used or slab.num_leased for slab in slabs):
-                return None  # somebody was here first: look again
-            ledger.draining = True
-            for slab in slabs:
-                ledger.table.start_drain(slab)
-            num_frames = sum(len(slab.used) for slab in slabs)
-            residents = [h for slab in slabs for slot in slab.used for h in slot.live_holds() if h.resident]
-        ended: list[Hold] = []
-        taken = None
+        residents: list[Hold] = []
+        num_frames = 0
+        started = False
         try:
+            with ledger.collecting, ledger.lock:
+                ledger.settle()
+                if ledger.draining or any(not slab.used or slab.num_leased for slab in slabs):
+                    return  # somebody was here first: look again
+                started = ledger.draining = True
+                for slab in slabs:
+                    ledger.table.start_drain(slab)
+                num_frames = sum(len(slab.used) for slab in slabs)
+                slots = [slot for slab in slabs for slot in slab.used]
+                residents += [hold for slot in slots for hold in slot.live_holds() if hold.resident]
             if residents and self._reclaimer is not None:
                 self._reclaimer.evict(residents)
         finally:
-            with ledger.locked():
+            if started:
+                self._end_drain(slabs, slot_nbytes, num_frames)
+
+    def _end_drain(self, slabs: Sequence[Slab], slot_nbytes: int, num_frames: int) -> None:
+        ledger = self._ledger
+        ended: list[Hold] = []
+        try:
+            with ledger.lock:
+                ledger.draining = False
+                ledger.settle()
                 left = [slot for slab in slabs for slot in slab.used]
                 if not any(slot.leases or slot.residents for slot in left):
                     for slot in left:
-                        ended += _end_waiting(slot)
+                        _end_waiting(slot, ended)
                     left = []
                 for slab in slabs:
                     ledger.table.end_drain(slab)
-                ledger.draining = False
                 if len(left) < num_frames:
                     ledger.wake()
                 else:
@@ -201,38 +221,36 @@ class Reclaim:
                     self._partial_drains += len(left) < num_frames
                 else:
                     ledger.num_drained_slabs += len(slabs)
-                    taken = ledger.take(slot_nbytes, self._reserve)
-        try:
-            for hold in ended:
-                hold.tell_evicted()
-        except BaseException:
-            if taken is not None:
-                ledger.post(ledger.end_lease, taken, None)
-            raise
-        return taken
+                    ledger.take(slot_nbytes, self._reserve, self._claim)
+        finally:
+            if ledger.notes:
+                ledger.collect()
+            tell_evicted(ended)
 
-    def _take_larger(self, slot_nbytes: int) -> Slot | None:
+    def _take_larger(self, slot_nbytes: int) -> bool:
         """The last resort, where leases keep every slab from leaving: a slot of a larger class."""
         ledger = self._ledger
-        with ledger.locked():
-            slot = ledger.take(slot_nbytes, self._reserve, larger=True)
+        with ledger.collecting, ledger.lock:
+            ledger.settle()
+            taken = ledger.take(slot_nbytes, self._reserve, self._claim, larger=True)
             sizes = ledger.table.larger_sizes(slot_nbytes, ledger.room(self._reserve))
         for size, evict in itertools.product(sizes, (self._evict_orphan, self._evict_any_resident)):
-            if slot is not None:
+            if taken:
                 break
             evict(size)
-            with ledger.locked():
-                slot = ledger.take(slot_nbytes, self._reserve, larger=True)
-        return slot
+            with ledger.collecting, ledger.lock:
+                ledger.settle()
+                taken = ledger.take(slot_nbytes, self._reserve, self._claim, larger=True)
+        return taken
 
     def _evict_any_resident(self, slot_nbytes: int) -> None:
         if self._reclaimer is not None:
             self._reclaimer.evict_coldest(slot_nbytes)
 
 
-def _end_waiting(slot: Slot) -> list[Hold]:
-    """Ends the waiting writes of an unleased slot without residents. The ledger's lock is held."""
-    ended = slot.live_holds()
-    for hold in ended:
+def _end_waiting(slot: Slot, ended: list[Hold]) -> None:
+    """Ends the waiting writes of an unleased slot without residents, and lists them. Needs the lock."""
+    waiting = slot.live_holds()
+    ended += waiting
+    for hold in waiting:
         hold.end()
-    return ended

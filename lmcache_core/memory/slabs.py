@@ -201,7 +201,7 @@ class SlabTable:
         """`slot` is free again."""
         slab = slot.slab
         del slab.used[slot]
-        slab.recycled.append(slot)
+        slab.recycled += (slot,)
         slab.num_free += 1
         self.used_bytes -= slot.nbytes
         if not slab.draining:

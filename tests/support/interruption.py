@@ -1,0 +1,64 @@
+"""Ctrl-C at a chosen place: wherever CPython 3.11 looks for signals in the code under test, one at a time."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+_CHECKS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")}
+# A call of Python by Python is checked where it starts (RESUME), not where it comes back; `__init__` is both.
+
+
+def interrupt_at(number: int, package: str, work: Callable[[], object]) -> str | None:
+    """Runs `work` and raises KeyboardInterrupt in it at the `number`-th such place in `package`'s code.
+
+    Returns where that was, or None when `work` ended before it got there. Any other error goes through.
+    """
+    left = [number]
+    where: list[str] = []
+    before: dict[FrameType, int] = {}
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_globals.get("__name__", "").startswith(package):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "call":
+            caller = frame.f_back
+            if caller in before and frame.f_code.co_name != "__init__":
+                before[caller] = -1
+        elif event == "opcode":
+            at, now = before.get(frame, -1), frame.f_lasti
+            before[frame] = now
+            if at >= 0 and frame.f_code.co_code[at] in _CHECKS and _alike(frame.f_code, at, now):
+                left[0] -= 1
+                if left[0] < 0:
+                    sys.settrace(None)
+                    where.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+                    before.clear()
+                    raise KeyboardInterrupt
+        elif event == "return":
+            before.pop(frame, None)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return where[0] if where else None
+
+
+def _alike(code: CodeType, first: int, second: int) -> bool:
+    """Whether an error at either goes to the same handler: only then can one stand for the other."""
+    return _handler(code, first) == _handler(code, second)
+
+
+def _handler(code: CodeType, offset: int) -> int | None:
+    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+    return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
