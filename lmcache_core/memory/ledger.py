@@ -39,8 +39,8 @@ class Ledger:
     a plain `with`, never through a context manager of ours. It leaves no lease: counts that belong together
     change without a call in between; a leased slot is in a `claim`, which its lease, or who was to make one,
     has the ledger end; and a note that was cut short is settled again, which does nothing twice. What Python
-    can't rule out: within the slab table it can leave free slots of one slab unused, and between a hold's
-    eviction and `on_evict` it can suppress that call.
+    can't rule out: within the slab table it can leave one free slot unused as long as its slab has frames,
+    and between a hold's eviction and `on_evict` it can suppress that call.
     """
 
     def __init__(self, table: SlabTable, mapping: Mapping, *, reserved_bytes: int, debug: bool) -> None:
@@ -63,7 +63,7 @@ class Ledger:
         self.latest_tick = 0  # written without the lock: it only orders holds that nobody touched
         self.notes: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         self.lost: deque[LeaseLost] = deque()  # to be reported by a call that may call out
-        self.quarantined: dict[int, tuple[Exporter, Slot]] = {}  # by the id of the reference
+        self.quarantined: dict[int, tuple[Exporter, Claim]] = {}  # by the id of the reference
         self.collecting = _Collecting(self)
         """`with collecting, lock: settle()` is for where a microsecond doesn't count."""
 
@@ -83,7 +83,12 @@ class Ledger:
         slot = self.table.take_larger(slot_nbytes, room) if larger else self.table.take(slot_nbytes)
         if slot is None:
             return False
-        self.add_lease(slot, claim)
+        try:
+            self.add_lease(slot, claim)
+        except BaseException:
+            if not claim:
+                self.table.give(slot)
+            raise
         return True
 
     def add_lease(self, slot: Slot, claim: Claim) -> None:
@@ -109,14 +114,13 @@ class Ledger:
         exporter = reference() if reference is not None else None
         if not claim:
             return
-        slot = claim[0]
-        del claim[0]
-        self.num_leases -= 1
         if exporter is None:
-            self._end_access(slot)
+            self._end_access(claim, released=True)
             return
         watch = weakref.ref(exporter, self._unviewed)
-        self.quarantined[id(watch)] = watch, slot
+        self.quarantined[id(watch)] = watch, [claim[0]]
+        del claim[0]
+        self.num_leases -= 1
         del exporter  # perhaps the last reference: then `_unviewed` runs here and posts a note
 
     def lose_lease(self, claim: Claim, reference: Exporter | None, event: LeaseLost) -> None:
@@ -150,7 +154,11 @@ class Ledger:
         if tick >= slot.slab.newest:
             slot.slab.stale = True
         if not slot.leases:
-            self._unleased(slot)
+            try:
+                self._unleased(slot)
+            except BaseException:
+                self._unleased(slot)
+                raise
 
     def end_holds(self, slot: Slot, hold: Hold, ended: list[Hold]) -> None:
         """Ends `hold`, and all waiting writes unless another resident stays; lists them in `ended`."""
@@ -260,25 +268,35 @@ class Ledger:
         self.post(self._end_quarantine, id(watch))
 
     def _end_quarantine(self, watch_id: int) -> None:
-        quarantined = self.quarantined.get(watch_id)
-        if quarantined is not None:
+        if watch_id in self.quarantined:
+            _, claim = self.quarantined[watch_id]
+            self._end_access(claim, released=False)
             del self.quarantined[watch_id]
-            self._end_access(quarantined[1])
 
-    def _end_access(self, slot: Slot) -> None:
+    def _end_access(self, claim: Claim, *, released: bool) -> None:
+        if not claim:
+            return
+        slot = claim[0]
+        del claim[0]
+        self.num_leases -= released
         slot.leases -= 1
         if not slot.leases:
             slot.slab.num_leased -= 1
             self.leased_bytes -= slot.nbytes
-            self._unleased(slot)
+            try:
+                self._unleased(slot)
+            except BaseException:
+                self._unleased(slot)
+                raise
 
     def _unleased(self, slot: Slot) -> None:
-        """`slot` has no lease: it is free, an orphan, or a resident that can be evicted."""
+        """`slot` has no lease: it is free, an orphan, or a resident that can be evicted. Idempotent."""
         if not slot.holds:
             if slot.orphan:
                 slot.orphan = False
                 del slot.slab.size_class.orphans[slot]
-            self.table.give(slot)
+            if slot in slot.slab.used:
+                self.table.give(slot)
         elif not slot.residents and not slot.orphan:
             slot.orphan = True
             slot.slab.size_class.orphans[slot] = None

@@ -171,7 +171,7 @@ class MemoryPool:
                 used_bytes=ledger.table.used_bytes,
                 leased_bytes=ledger.leased_bytes,
                 held_bytes=ledger.held_bytes,
-                quarantined_bytes=sum(slot.nbytes for _, slot in ledger.quarantined.values()),
+                quarantined_bytes=sum(claim[0].nbytes for _, claim in ledger.quarantined.values()),
                 leases=ledger.num_leases,
                 holds=ledger.num_holds,
                 lost_leases=ledger.num_lost,

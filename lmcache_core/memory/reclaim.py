@@ -185,6 +185,7 @@ class Reclaim:
             with ledger.collecting, ledger.lock:
                 ledger.settle()
                 if ledger.draining or any(not slab.used or slab.num_leased for slab in slabs):
+                    ledger.table.mend(slabs)
                     return  # somebody was here first: look again
                 started = ledger.draining = True
                 for slab in slabs:
@@ -196,14 +197,18 @@ class Reclaim:
                 self._reclaimer.evict(residents)
         finally:
             if started:
-                self._end_drain(slabs, slot_nbytes, num_frames)
+                try:
+                    self._end_drain(slabs, slot_nbytes, num_frames)
+                except BaseException:
+                    if ledger.draining:  # Ctrl-C came before its end: nobody could drain any more
+                        self._end_drain(slabs, slot_nbytes, num_frames)
+                    raise
 
     def _end_drain(self, slabs: Sequence[Slab], slot_nbytes: int, num_frames: int) -> None:
         ledger = self._ledger
         ended: list[Hold] = []
         try:
             with ledger.lock:
-                ledger.draining = False
                 ledger.settle()
                 left = [slot for slab in slabs for slot in slab.used]
                 if not any(slot.leases or slot.residents for slot in left):
@@ -212,6 +217,7 @@ class Reclaim:
                     left = []
                 for slab in slabs:
                     ledger.table.end_drain(slab)
+                ledger.draining = False
                 if len(left) < num_frames:
                     ledger.wake()
                 else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -81,7 +82,8 @@ class Slab:
 
     def take(self) -> Slot:
         if self.recycled:
-            slot = self.recycled.pop()
+            slot = self.recycled[-1]
+            del self.recycled[-1]
         else:
             slot = Slot(self, self.offset + self.fresh * self.size_class.slot_nbytes)
             self.fresh += 1
@@ -138,9 +140,9 @@ class SizeClass:
 
     def withdraw(self, slab: Slab) -> None:
         """`slab` gives no more slots."""
-        self.partial.pop(slab, None)
         if self.fullest is slab:
             self.fullest = None
+        self.partial.pop(slab, None)
 
 
 Refused = dict[Slab, int]
@@ -204,8 +206,13 @@ class SlabTable:
         slab.recycled += (slot,)
         slab.num_free += 1
         self.used_bytes -= slot.nbytes
-        if not slab.draining:
+        if slab.draining:
+            return
+        try:
             self._settle(slab)
+        except BaseException:  # Ctrl-C: without it the slab would give no more slots
+            self._settle(slab)
+            raise
 
     def start_drain(self, slab: Slab) -> None:
         slab.draining = True
@@ -215,6 +222,12 @@ class SlabTable:
         slab.draining = False
         if slab.num_free:
             self._settle(slab)
+
+    def mend(self, slabs: Iterable[Slab]) -> None:
+        """Gives back the grains of those `slabs` that Ctrl-C left without frames."""
+        for slab in slabs:
+            if not slab.used and not slab.draining:
+                self._settle(slab)
 
     def coldest_run(self, slot_nbytes: int, refused: Refused) -> tuple[int, list[Slab]] | None:
         """The slabs of other classes to empty so that one of this class fits, with their latest tick.
@@ -283,6 +296,8 @@ class SlabTable:
             size_class.offer(slab)
             return
         size_class.withdraw(slab)
+        if slab not in size_class.slabs:
+            return
         del size_class.slabs[slab]
         if not size_class.slabs:
             del self.classes[size_class.slot_nbytes]
@@ -298,16 +313,19 @@ class SlabTable:
                 break
         else:
             return None
-        size_class = self.classes.get(slot_nbytes)
-        if size_class is None:
-            size_class = self.classes[slot_nbytes] = SizeClass(slot_nbytes)
+        size_class = self.classes.get(slot_nbytes) or SizeClass(slot_nbytes)
         num_slots = self._run_nbytes(first, span) // slot_nbytes
         slab = Slab(size_class, first, span, first * self.grain_nbytes, num_slots)
         self._free[first : first + span] = bytes(span)
         self._owners[first : first + span] = [slab] * span
         self.num_slabs += 1
+        self.classes[slot_nbytes] = size_class
         size_class.slabs[slab] = None
-        size_class.offer(slab)
+        try:
+            size_class.offer(slab)
+        except BaseException:  # Ctrl-C: without it nobody would ever take a slot of it
+            self._settle(slab)
+            raise
         return slab
 
     def _find_run(self, span: int, slot_nbytes: int) -> int | None:

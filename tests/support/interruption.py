@@ -8,8 +8,9 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-_CHECKS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")}
-# A call of Python by Python is checked where it starts (RESUME), not where it comes back; `__init__` is both.
+_CHECKS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")}
+# A call of Python by Python is checked where it starts, not where it comes back; one of `__init__` at both.
+_STARTS, _CAME_BACK = -1, -2
 
 
 def interrupt_at(number: int, package: str, work: Callable[[], object]) -> str | None:
@@ -27,17 +28,20 @@ def interrupt_at(number: int, package: str, work: Callable[[], object]) -> str |
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
         if event == "call":
+            before[frame] = _STARTS
             caller = frame.f_back
             if caller in before and frame.f_code.co_name != "__init__":
-                before[caller] = -1
+                before[caller] = _CAME_BACK
         elif event == "opcode":
-            at, now = before.get(frame, -1), frame.f_lasti
+            at, now = before[frame], frame.f_lasti
             before[frame] = now
-            if at >= 0 and frame.f_code.co_code[at] in _CHECKS and _alike(frame.f_code, at, now):
+            code = frame.f_code
+            called = at >= 0 and code.co_code[at] in _CHECKS and _alike(code, at, now)
+            if at == _STARTS or called:
                 left[0] -= 1
                 if left[0] < 0:
                     sys.settrace(None)
-                    where.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+                    where.append(f"{code.co_qualname}:{frame.f_lineno}")
                     before.clear()
                     raise KeyboardInterrupt
         elif event == "return":

@@ -82,8 +82,8 @@ def test_ctrl_c_leaves_no_lock_no_drain_and_no_lease_wherever_it_comes(
         told.clear()
         assert pool.stats().holds == 0, where
         pool.allocate(16 * KIB, owner="after", deadline=0).release()
-        number += 1
-    assert number > 300
+        number += 3  # most code runs several times, and so is cut everywhere
+    assert number > 1000
 
 
 def test_ctrl_c_while_an_allocation_waits_leaves_the_pool_usable() -> None:
