@@ -78,8 +78,11 @@ GROUPS = ["round-trip", "destination", "ownership", "lifecycle", "honesty", "cap
 
 def test_the_pages_backend_passes_the_conformance_suite(run: Callable[..., str]) -> None:
     groups = [argument for group in GROUPS for argument in ("--group", group)]
-    arguments = ["conformance", "run", "--backend", "sqlite", "--config", "conformance.yaml", "--strict"]
-    assert " passed, " in run(COMMAND, *arguments, *groups).splitlines()[-1]
+    arguments = ["conformance", "run", "--backend", "sqlite", "--config", "conformance.yaml"]
+    lines = run(COMMAND, *arguments, *groups).splitlines()
+    (verdicts,) = [line for line in lines if line.startswith("sqlite: ")]
+    assert " passed, " in verdicts
+    assert " failed" not in verdicts
 
 
 def test_the_pages_own_test_module_passes(run: Callable[..., str]) -> None:
