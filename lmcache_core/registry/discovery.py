@@ -137,7 +137,8 @@ class Registry:
         parts.append(self._installed())
         if failed := sum(plugin.state is not PluginState.OK for plugin in self.plugins):
             parts.append(f"`lmcache-core plugins` lists {failed} more that can't be used")
-        parts.append(f"a published one is installed by name, such as `pip install lmcache-core-{name}`")
+        if not close:
+            parts.append(f"a published one is installed by name, such as `pip install lmcache-core-{name}`")
         return "; ".join(parts)
 
     def _installed(self) -> str:

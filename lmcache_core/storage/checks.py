@@ -115,7 +115,7 @@ def _field_rules(offers: Capabilities) -> Iterator[tuple[str, str, bool]]:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _fault(operation: Operation, target: Item | StorageKey, outcome: object) -> str:

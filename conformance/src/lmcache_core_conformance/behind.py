@@ -35,7 +35,8 @@ class Behind:
     """Hooks of a `Harness` that act on the store of `fresh_config(tmp)`, past the backend.
 
     Each is optional: a property that needs a missing one is unproven. A memory tier has nothing behind
-    it, and a file tier no server: such properties are not applicable there, and need no hook.
+    it, and a file tier no server: such properties are not applicable there, and need no hook. (A file
+    can be full, read-only and stalled all the same: `faulty` with FULL, READ_ONLY and STALLED.)
     """
 
     def raw_get(self, tmp: Path, key: StorageKey) -> bytes | None:

@@ -81,7 +81,12 @@ def harness_named(name: str) -> Harness:
         raise ConfigError(f"--harness {name!r} is neither FILE.py:CLASS nor MODULE:CLASS")
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        found = getattr(module, attribute)
+        found = getattr(module, attribute, None)
+        if found is None:
+            names = [
+                n for n, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, Harness)
+            ]
+            raise ConfigError(f"it has no {attribute!r}; its harnesses: {', '.join(names) or 'none'}")
         harness = found() if isinstance(found, type) else found
     except Exception as error:  # recorded boundary: a user's module
         raise ConfigError(f"--harness {name!r} can't be used: {type(error).__name__}: {error}") from error
