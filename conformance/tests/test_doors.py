@@ -11,7 +11,7 @@ from conformance_backends.broken_conduct import CountsAttempts
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import Call
+from lmcache_core.storage.contract import Call, Item
 from lmcache_core_conformance import BackendConformance, Deviation, Verdict, run
 
 ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
@@ -156,3 +156,13 @@ def test_the_library_call_knows_deviations_too() -> None:
 def test_an_unknown_group_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"no group 'sises'; there are batching, .*sizes"):
         run(SmallHarness(MemoryBackend), groups=["sises"])
+
+
+def test_a_backend_that_ends_the_process_fails_the_property_it_was_asked_for() -> None:
+    class Exits(MemoryBackend):
+        def get_many(self, items: Sequence[Item], call: Call) -> None:
+            raise SystemExit(0)
+
+    (result,) = run(SmallHarness(Exits), properties=["test_a_value_comes_back_byte_for_byte"]).results
+    assert result.verdict is Verdict.FAILED
+    assert "SystemExit" in result.reason

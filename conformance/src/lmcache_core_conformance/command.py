@@ -190,7 +190,7 @@ def _check_that_it_opens(harness: Harness, name: str) -> Redactor:
         raise CannotRun(
             f"backend {name!r} refuses its options (give them under `options` in --config FILE): {error}"
         ) from error
-    except Exception as error:  # recorded boundary: the backend is foreign code
+    except (Exception, SystemExit) as error:  # recorded boundary: the backend is foreign code
         message = redactor.conceal(f"{type(error).__name__}: {error}")
         raise CannotRun(f"backend {name!r} can't be opened: {message}") from error
     finally:

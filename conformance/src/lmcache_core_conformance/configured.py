@@ -88,7 +88,7 @@ def harness_named(name: str) -> Harness:
             ]
             raise ConfigError(f"it has no {attribute!r}; its harnesses: {', '.join(names) or 'none'}")
         harness = found() if isinstance(found, type) else found
-    except Exception as error:  # recorded boundary: a user's module
+    except (Exception, SystemExit) as error:  # recorded boundary: a user's module
         raise ConfigError(f"--harness {name!r} can't be used: {type(error).__name__}: {error}") from error
     if not isinstance(harness, Harness):
         raise ConfigError(f"--harness {name!r} is a {type(harness).__name__}, not a Harness")

@@ -97,6 +97,8 @@ def _verdict(
         return Verdict.UNPROVEN, str(reason)
     except AssertionError as violation:
         return Verdict.FAILED, str(violation)
-    except Exception as error:  # noqa: BLE001 (recorded boundary: the backend is foreign code)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 (recorded boundary: foreign code; sys.exit() is no pass)
         return Verdict.FAILED, f"{type(error).__name__}: {error}"
     return Verdict.PASSED, ""
