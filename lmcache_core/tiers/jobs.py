@@ -107,6 +107,7 @@ class Write:
     """
 
     __slots__ = (
+        "asked",
         "cancelled",
         "header",
         "hold",
@@ -129,6 +130,7 @@ class Write:
         self.sealed = frame.sealed
         self.hold = frame.lease.hold(tag=frame.key, on_evict=on_evict)
         self.cancelled = False
+        self.asked = False  # handed to the backend: before that, it can't have landed
         self.running = False
         self.retried = False
         self.in_doubt = False  # timed out, and may yet land
@@ -188,6 +190,7 @@ class StoreJob(Job):
             self._leases.append(lease)
             frame = Frame(write.header, lease, sealed=write.sealed)
             frame.seal()
+            write.asked = True
             ready.append(write)
             items.append(Item(write.key, (view_of(self._pool, lease),), parent=frame.header.parent))
         self._writes = [*ready, *gone]  # item i is write i; the rest settles FULL, having lost its bytes

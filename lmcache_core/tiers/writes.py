@@ -320,7 +320,7 @@ class WriteQueue:
             else:
                 index.admit(copy, reserved=write.nbytes)
 
-        if self._target.capacity_bytes is None:  # the store keeps its own bound
+        if not write.asked or self._target.capacity_bytes is None:  # or the store keeps its own bound
             index.unreserve(write.nbytes, begun=True)
             return
         deadline = self._clock() + self._target.deadline_s

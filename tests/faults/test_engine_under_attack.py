@@ -344,3 +344,15 @@ def store_and_find(engine: CacheEngine) -> bool:
     store(engine, prompt(130, CHUNK))
     settle(engine)
     return engine.lookup(prompt(130, CHUNK)).num_tokens == CHUNK
+
+
+def test_a_put_that_was_refused_before_it_was_asked_for_leaves_nothing_in_the_books() -> None:
+    controls = Controls()
+    with build(controls, remote(breaker={"failures": 1, "cool_down": 3600})) as engine:
+        controls.fail = lambda op, key: True
+        for seed in range(6):
+            store(engine, prompt(140 + seed, 2 * CHUNK))
+            settle(engine)
+        asked = controls.items["put"]
+        assert engine.stats().tiers[0].entries <= asked
+        assert engine.lookup(prompt(145, 2 * CHUNK)).num_tokens == 0
