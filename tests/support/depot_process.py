@@ -39,5 +39,5 @@ class Server:
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
             connection.sendall(REQUEST.pack(what, name.encode(), 0, nbytes or len(value), 0) + value)
             with connection.makefile("rb") as answer:
-                status, number, entries, _ = REPLY.unpack(answer.read(REPLY.size))
+                status, number, entries, _, _ = REPLY.unpack(answer.read(REPLY.size))
                 return status, number, entries, answer.read(number if what == b"g" else 0)

@@ -13,9 +13,10 @@ import asyncio
 import socket
 import struct
 import sys
+import time
 
 REQUEST = struct.Struct("!c256pQQQ")
-REPLY = struct.Struct("!cQQQ")
+REPLY = struct.Struct("!cQQQQ")
 DENIED, FULL, MISS, OK, TOO_SMALL = b"D", b"F", b"M", b"O", b"S"
 
 
@@ -25,6 +26,7 @@ class Depot:
     def __init__(self) -> None:
         self._spaces: dict[str, dict[str, bytes]] = {}
         self._num_requests = 0
+        self._last_reply = time.time_ns()  # numbers grow over a restart, too
         self._fault = ""
         self._changed = asyncio.Event()  # set, and replaced, when the fault changes
 
@@ -34,7 +36,7 @@ class Depot:
                 what, name, *numbers = REQUEST.unpack(await reader.readexactly(REQUEST.size))
                 if what in b"xn":
                     self._control(what, name.decode())
-                    writer.write(REPLY.pack(OK, self._num_requests, 0, 0))
+                    writer.write(REPLY.pack(OK, self._num_requests, 0, 0, 0))
                 elif not await self._answer(what, name.decode(), numbers, reader, writer):
                     return
                 await writer.drain()
@@ -80,7 +82,8 @@ class Depot:
                 what.upper(), self._spaces.setdefault(space, {}), key, value, offset, nbytes, capacity
             )
         values = self._spaces.get(space, {}).values()
-        head = REPLY.pack(*reply, len(values), sum(map(len, values)))
+        self._last_reply += 1
+        head = REPLY.pack(*reply, len(values), sum(map(len, values)), self._last_reply)
         if broken:
             writer.write(head + found[: len(found) // 2] if found else b"")
             return await self._break(fault, 0, reader, writer)
