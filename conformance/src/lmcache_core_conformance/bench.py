@@ -1,4 +1,4 @@
-"""The bench a property works on: places for stores, threads that race, and a limit on all of it."""
+"""The bench a property works on: places for stores, and threads that race."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import shutil
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.preemption import Preemption
 from lmcache_core_conformance.values import PAGE
 from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
+from lmcache_core_conformance.watch import join, named_thread
 
 _CAPABILITIES: WeakKeyDictionary[Harness, tuple[Capabilities, bool]] = WeakKeyDictionary()
 
@@ -35,13 +36,15 @@ class Place:
 
 
 class Bench:
-    """Everything one property may use; `close` takes it all away again."""
+    """Everything one property may use; `close` takes it all away again. Thread-safe in this alone."""
 
     def __init__(self, harness: Harness, on_figure: Callable[[Figure], None] = lambda figure: None) -> None:
         self.harness = harness
         self._on_figure = on_figure
         self.directory = Path(tempfile.mkdtemp(prefix="conformance-", dir=harness.directory))
+        self._lock = threading.Lock()  # guards the two below
         self._opened: list[Store | Core] = []
+        self._closed = False
         self._num_places = 0
 
     @property
@@ -77,8 +80,17 @@ class Bench:
         return Place(self.harness, directory, small=small)
 
     def build(self, place: Place) -> Backend[Any]:
-        """The backend of that place, not opened."""
-        return self.harness.build(place.options)
+        """The backend of that place, not opened.
+
+        Raises:
+            Violation: it is not of the class that is certified.
+        """
+        backend = self.harness.build(place.options)
+        meant = self.harness.backend
+        check(
+            isinstance(backend, meant), f"Harness.build made a {type(backend).__name__}, no {meant.__name__}"
+        )
+        return backend
 
     def host(self, backend: Backend[Any], *, capacity_bytes: int | None = None) -> RecordingHost:
         return RecordingHost(
@@ -99,14 +111,14 @@ class Bench:
             host.close()
             raise
         store = Store(backend, host, narrowed or backend.capabilities, place.options)
-        self._opened.append(store)
+        self._keep(store)
         return store
 
     def open_core(self, place: Place | None = None) -> Core:
         """Opens the backend of `place` (a new one by default) under the core's executor."""
         place = place or self.place()
         core = Core(self.harness, self.build(place), capacity_bytes=self.harness.capacity_bytes)
-        self._opened.append(core)
+        self._keep(core)
         return core
 
     def require_medium(self, *media: str, why: str) -> None:
@@ -138,14 +150,14 @@ class Bench:
                 errors.append(error)
 
         threads = [
-            threading.Thread(target=run, args=(number, worker), daemon=True)
+            named_thread(f"race-{number}", partial(run, number, worker))
             for number, worker in enumerate(workers)
         ]
         with _frequent_switches():
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join()
+                join(thread)
         store.after_call = None
         if errors:
             raise errors[0]
@@ -160,12 +172,45 @@ class Bench:
         check(not (self.harness.enforce_performance and figure.below_floor), str(figure))
 
     def close(self) -> None:
-        """Closes every store, last first, and removes the directory; raises the first error at the end."""
+        """Closes every store, last first, and removes the directory; raises the first error at the end.
+
+        Idempotent: a second call does nothing.
+        """
+        with self._lock:
+            opened, self._opened = self._opened, []
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            return
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
-            for opened in self._opened:
-                stack.callback(opened.close)
-        self._opened.clear()
+            for one in opened:
+                stack.callback(one.close)
+
+    def abandon(self) -> None:
+        """Takes away what a property that hangs or was interrupted left open, as far as that goes."""
+        if self._closed and not self.directory.exists():
+            return
+
+        def close() -> None:
+            with contextlib.suppress(BaseException):  # there is a worse thing to tell
+                self.close()
+
+        closing = named_thread("closing", close)
+        closing.start()
+        closing.join(self.harness.slack_s)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _keep(self, opened: Store | Core) -> None:
+        """
+        Raises:
+            Violation: the bench was closed meanwhile; then so is `opened`.
+        """
+        with self._lock:
+            if not self._closed:
+                self._opened.append(opened)
+                return
+        opened.close()
+        raise Violation("a store was opened after its property was given up")
 
     def _found(self) -> tuple[Capabilities, bool]:
         found = _CAPABILITIES.get(self.harness)
@@ -175,32 +220,6 @@ class Bench:
             store.close()
             _CAPABILITIES[self.harness] = found
         return found
-
-
-def bounded(work: Callable[[], None], limit_s: float) -> None:
-    """Runs `work` on a daemon thread, so that a backend that hangs fails instead of hanging the suite.
-
-    Raises:
-        Violation: it had not ended after `limit_s`; the message shows where it stands.
-        BaseException: whatever `work` raised.
-    """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 (handed to the caller below)
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="conformance-property", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        frame = sys._current_frames().get(thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else "(no stack)"
-        raise Violation(f"still running after {limit_s} s:\n{stack}")
-    if errors:
-        raise errors[0]
 
 
 def uneven_cuts(nbytes: int, pieces: int) -> Sequence[int]:

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.registry import discover
-from lmcache_core_conformance.bench import Bench, bounded
+from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.configured import configured_harness, harness_named
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.html import render
@@ -34,6 +34,7 @@ from lmcache_core_conformance.report import (
 from lmcache_core_conformance.runner import Report, Result, run
 from lmcache_core_conformance.suite import GROUPS
 from lmcache_core_conformance.verdicts import Verdict
+from lmcache_core_conformance.watch import bounded
 
 T = TypeVar("T")
 _STYLES = {
@@ -190,7 +191,7 @@ def _check_that_it_opens(harness: Harness, name: str) -> Redactor:
         raise CannotRun(
             f"backend {name!r} refuses its options (give them under `options` in --config FILE): {error}"
         ) from error
-    except (Exception, SystemExit) as error:  # recorded boundary: the backend is foreign code
+    except Exception as error:  # recorded boundary: the backend is foreign code
         message = redactor.conceal(f"{type(error).__name__}: {error}")
         raise CannotRun(f"backend {name!r} can't be opened: {message}") from error
     finally:

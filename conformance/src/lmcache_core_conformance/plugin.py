@@ -2,18 +2,23 @@
 
 Besides passed and failed there are `unproven` (a harness hook is missing) and `not applicable` (a
 capability makes the property meaningless). Nothing else excuses a property: no skip, no xfail, no
-override; deviations are listed in the harness, and are strict.
+override; deviations are listed in the harness, and are strict. So the suite runs and judges it, as
+in the other doors, and pytest is only told: the test class is never called.
 """
 
 from __future__ import annotations
 
+import unittest
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from lmcache_core_conformance.harness import Harness
     from lmcache_core_conformance.properties import Property
+    from lmcache_core_conformance.runner import Result
     from lmcache_core_conformance.suite import BackendConformance
 
 _EXCUSES = ("skip", "skipif", "xfail")
@@ -31,18 +36,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@dataclass
+class _Judged:
+    """A property to be judged, and how it was. Taken from the class once, before anything runs."""
+
+    prop: Property
+    harness: Harness
+    deviation: str | None
+    result: Result | None = None
+
+
+_JUDGED = pytest.StashKey[_Judged]()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses whatever would weaken the suite; marks listed deviations as strict xfails."""
+    """Refuses whatever would weaken the suite."""
     for item in items:
         found = _property_of(item)
         if found is None:
             continue
         cls, prop = found
-        from lmcache_core_conformance.suite import check_subclass
+        from lmcache_core_conformance.deviations import deviations_of
+        from lmcache_core_conformance.suite import NAMES, check_subclass
 
         try:
             check_subclass(cls)
-        except TypeError as error:
+            deviations = deviations_of(cls.harness, NAMES)
+        except (TypeError, ValueError) as error:
             raise pytest.UsageError(str(error)) from error
         excuses = [mark.name for mark in item.iter_markers() if mark.name in _EXCUSES]
         if excuses:
@@ -50,49 +70,68 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is marked {', '.join(excuses)}: a conformance property is excused only by "
                 "Harness.deviations, with a reason"
             )
-        for deviation in cls.harness.deviations:
-            if deviation.property_name == prop.name:
-                item.add_marker(pytest.mark.xfail(reason=deviation.reason, strict=True))
+        item.stash[_JUDGED] = _Judged(prop, cls.harness, deviations.get(prop.name))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a property on a bench of its own, bounded in time, instead of calling it."""
-    found = _property_of(pyfuncitem)
-    if found is None:
+    """Has a property judged by the suite, instead of calling it."""
+    judged = pyfuncitem.stash.get(_JUDGED, None)
+    if judged is None:
         return None
-    from lmcache_core_conformance.suite import execute
+    from lmcache_core_conformance.runner import judge
+    from lmcache_core_conformance.verdicts import Verdict, Violation
 
-    cls, prop = found
-    figures = pyfuncitem.user_properties
-    execute(pyfuncitem.instance, prop, cls.harness, lambda figure: figures.append((_FIGURE, str(figure))))
-    return True
+    errors: list[Exception] = []
+    judged.result = result = judge(judged.harness, judged.prop, judged.deviation, errors.append)
+    pyfuncitem.user_properties += [(_FIGURE, str(figure)) for figure in result.figures]
+    if result.verdict is Verdict.PASSED:
+        return True
+    if errors and not isinstance(errors[0], pytest.exit.Exception | unittest.SkipTest):
+        raise errors[0]
+    raise Violation(result.reason)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Has pytest say what the suite says, whatever marks and exceptions mean elsewhere."""
     report = yield
-    if call.excinfo is None or _property_of(item) is None:
+    judged = item.stash.get(_JUDGED, None)
+    if judged is None:
         return report
-    from lmcache_core_conformance.verdicts import NotApplicable, Unproven, Verdict
+    excused = report.outcome == "skipped" or hasattr(report, "wasxfail")
+    if hasattr(report, "wasxfail"):
+        del report.wasxfail
+    if call.when == "call" and judged.result is not None:
+        _tell(item, report, judged.result)
+    elif call.when == "call" and call.excinfo is None:
+        report.outcome, report.longrepr = "failed", "something took the place of the property"
+    elif excused:
+        report.outcome = "failed"
+    if report.outcome == "failed" and call.excinfo is not None and isinstance(report.longrepr, tuple | None):
+        reason = judged.result.reason if judged.result is not None else str(call.excinfo.value)
+        report.longrepr = f"{reason} (a conformance property can't be skipped)"
+    return report
+
+
+def _tell(item: pytest.Item, report: pytest.TestReport, result: Result) -> None:
+    """Makes the report of a property's call say what the suite found."""
+    from lmcache_core_conformance.verdicts import Verdict
 
     path, line, _ = item.location
-    if call.excinfo.errisinstance(NotApplicable) or call.excinfo.errisinstance(Unproven):
-        unproven = call.excinfo.errisinstance(Unproven)
-        if hasattr(report, "wasxfail"):  # a listed deviation can't be shown either
-            del report.wasxfail
-        if unproven and item.config.getoption("conformance_strict"):
-            report.outcome, report.longrepr = "failed", f"unproven: {call.excinfo.value}"
-            return report
-        verdict = Verdict.UNPROVEN if unproven else Verdict.NOT_APPLICABLE
-        report.outcome, report.longrepr = "skipped", (path, line or 0, str(call.excinfo.value))
+    verdict = result.verdict
+    if verdict is Verdict.UNPROVEN and item.config.getoption("conformance_strict"):
+        report.outcome, report.longrepr = "failed", f"unproven: {result.reason}"
+    elif verdict in (Verdict.UNPROVEN, Verdict.NOT_APPLICABLE):
+        report.outcome, report.longrepr = "skipped", (path, line or 0, result.reason)
         setattr(report, _VERDICT, verdict.value)
-    elif call.excinfo.errisinstance(pytest.skip.Exception):
+    elif verdict is Verdict.DEVIATION:
+        report.outcome = "skipped"
+        report.wasxfail = result.reason
+    elif verdict is Verdict.FAILED:
         report.outcome = "failed"
-        report.longrepr = f"skipped ({call.excinfo.value}): a conformance property can't be skipped"
-    return report
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

@@ -11,18 +11,25 @@ import contextlib
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+from lmcache_core_conformance.verdicts import Violation
+from lmcache_core_conformance.watch import join, named_thread, where_threads_stand
 
 _OWN = "lmcache_core_conformance"
 _NEVER_IN = ("threading", "contextlib", "random", "logging")
 _MOST_LINES_BETWEEN = 60
 _PATIENCE_S = 0.004  # the others may all wait for a lock that the stopped thread holds
 _LONGEST_STOP_S = 30.0
+_POLL_S = 0.1
 
 
-def interrupt(first: Callable[[], None], line: int, second: Callable[[], None]) -> int:
+def interrupt(
+    first: Callable[[], None], line: int, second: Callable[[], None], limit_s: float = _LONGEST_STOP_S
+) -> int:
     """Runs `first`, but at the `line`-th line of foreign code that it comes to, runs `second` meanwhile.
 
     Returns how many such lines `first` has in all; a `line` that is none of them interrupts nothing. When
@@ -30,6 +37,7 @@ def interrupt(first: Callable[[], None], line: int, second: Callable[[], None]) 
 
     Raises:
         BaseException: what either of them raised.
+        Violation: they had not both ended after `limit_s`.
     """
     reached, go_on, count = threading.Event(), threading.Event(), 0
 
@@ -48,16 +56,22 @@ def interrupt(first: Callable[[], None], line: int, second: Callable[[], None]) 
             reached.set()
 
     errors: list[BaseException] = []
-    threads = [_thread(run_first, errors), _thread(second, errors)]
+    threads = [_thread("first", run_first, errors), _thread("second", second, errors)]
     threads[0].start()
-    reached.wait()
+    while not reached.wait(_POLL_S):
+        pass  # in steps, so that this thread can be stopped
     threads[1].start()
     threads[1].join(_PATIENCE_S)
     go_on.set()
+    until = time.monotonic() + limit_s
     for thread in threads:
-        thread.join()
+        join(thread, until - time.monotonic())
     if errors:
         raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise Violation(
+            f"two calls wait for each other: neither had ended after {limit_s:.0f} s\n{where_threads_stand()}"
+        )
     return count
 
 
@@ -149,11 +163,11 @@ def _traced(at_line: Callable[[], None]) -> Iterator[None]:
         sys.settrace(before)
 
 
-def _thread(work: Callable[[], None], errors: list[BaseException]) -> threading.Thread:
+def _thread(name: str, work: Callable[[], None], errors: list[BaseException]) -> threading.Thread:
     def run() -> None:
         try:
             work()
         except BaseException as error:  # noqa: BLE001 (handed to the caller)
             errors.append(error)
 
-    return threading.Thread(target=run, daemon=True)
+    return named_thread(name, run)

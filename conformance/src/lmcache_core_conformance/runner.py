@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from lmcache_core_conformance.deviations import deviations_of
 from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.harness import Harness
-from lmcache_core_conformance.properties import Group, Property
-from lmcache_core_conformance.suite import GROUPS, PROPERTIES, execute
-from lmcache_core_conformance.verdicts import NotApplicable, Unproven, Verdict
+from lmcache_core_conformance.properties import Property
+from lmcache_core_conformance.suite import GROUPS, NAMES, PROPERTIES, execute
+from lmcache_core_conformance.verdicts import Verdict, verdict_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,16 @@ def run(
     `on_result` is called after each one. Never raises for the backend's sake.
 
     Raises:
-        ValueError: a group or property is not known.
+        ValueError: a group or property is not known, or a deviation is not what it should be.
+        TypeError: a deviation is not even that.
+        KeyboardInterrupt: interrupted; what the property under way had opened is closed and removed.
     """
     known_groups = {group.group for group in GROUPS}
     for unknown in sorted(set(groups or ()) - known_groups):
         raise ValueError(f"no group {unknown!r}; there are {', '.join(sorted(known_groups))}")
-    for unknown in sorted(set(properties or ()) - {prop.name for prop in PROPERTIES}):
+    for unknown in sorted(set(properties or ()) - NAMES):
         raise ValueError(f"no property {unknown!r}")
+    deviations = deviations_of(harness, NAMES)
     started, clock = time.time(), time.monotonic()
     results = []
     for prop in PROPERTIES:
@@ -66,39 +70,33 @@ def run(
             continue
         if properties is not None and prop.name not in properties:
             continue
-        result = _run_one(harness, prop)
+        result = judge(harness, prop, deviations.get(prop.name))
         results.append(result)
         if on_result is not None:
             on_result(result)
     return Report(tuple(results), started, time.monotonic() - clock)
 
 
-def _run_one(harness: Harness, prop: Property) -> Result:
-    group: type[Group] = next(group for group in GROUPS if group.group == prop.group)
-    deviation = next((d for d in harness.deviations if d.property_name == prop.name), None)
+def judge(
+    harness: Harness,
+    prop: Property,
+    deviation: str | None,
+    on_error: Callable[[Exception], None] = lambda error: None,
+) -> Result:
+    """Runs one property; `deviation` is the reason why it is expected to fail.
+
+    `on_error` gets what ended it, with the traceback that the result lacks.
+    """
     started = time.monotonic()
     figures: list[Figure] = []
-    verdict, reason = _verdict(group(), prop, harness, figures.append)
-    if deviation is not None and verdict is Verdict.FAILED:
-        verdict, reason = Verdict.DEVIATION, deviation.reason
-    elif deviation is not None and verdict is Verdict.PASSED:
-        verdict, reason = Verdict.FAILED, f"passes, but is listed as a deviation: {deviation.reason}"
-    return Result(prop, verdict, reason, time.monotonic() - started, tuple(figures))
-
-
-def _verdict(
-    instance: Group, prop: Property, harness: Harness, on_figure: Callable[[Figure], None]
-) -> tuple[Verdict, str]:
+    verdict, reason = Verdict.PASSED, ""
     try:
-        execute(instance, prop, harness, on_figure)
-    except NotApplicable as reason:
-        return Verdict.NOT_APPLICABLE, str(reason)
-    except Unproven as reason:
-        return Verdict.UNPROVEN, str(reason)
-    except AssertionError as violation:
-        return Verdict.FAILED, str(violation)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 (recorded boundary: foreign code; sys.exit() is no pass)
-        return Verdict.FAILED, f"{type(error).__name__}: {error}"
-    return Verdict.PASSED, ""
+        execute(prop, harness, figures.append)
+    except Exception as error:  # noqa: BLE001 (recorded boundary: the backend is foreign code)
+        verdict, reason = verdict_of(error)
+        on_error(error)
+    if deviation is not None and verdict is Verdict.FAILED:
+        verdict, reason = Verdict.DEVIATION, deviation
+    elif deviation is not None and verdict is Verdict.PASSED:
+        verdict, reason = Verdict.FAILED, f"passes, but is listed as a deviation: {deviation}"
+    return Result(prop, verdict, reason, time.monotonic() - started, tuple(figures))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from lmcache_core_conformance.bench import Bench, bounded
+from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.groups.batching import Batching
 from lmcache_core_conformance.groups.capacity import Capacity
@@ -27,6 +27,7 @@ from lmcache_core_conformance.groups.sharing import Sharing
 from lmcache_core_conformance.groups.sizes import Sizes
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.properties import Group, Property, properties_of
+from lmcache_core_conformance.watch import bounded
 
 GROUPS: tuple[type[Group], ...] = (
     RoundTrip,
@@ -49,6 +50,8 @@ GROUPS: tuple[type[Group], ...] = (
     Performance,
 )
 PROPERTIES: tuple[Property, ...] = tuple(prop for group in GROUPS for prop in properties_of(group))
+NAMES = frozenset(prop.name for prop in PROPERTIES)
+_GROUP_OF = {group.group: group for group in GROUPS}
 
 
 class BackendConformance(
@@ -76,11 +79,11 @@ class BackendConformance(
         class TestMine(BackendConformance):
             harness = MyHarness()
 
-    A subclass may add tests of its own; the standard ones are used as they are.
+    It names the standard properties and their harness, and no more: each is run by the suite on a group of
+    its own, so that nothing here, in a fixture or on an instance changes one. A subclass may add tests.
 
     Raises:
-        TypeError: on subclassing, when `harness` is missing, a standard test or helper is replaced, or
-            a deviation names no property.
+        TypeError: on subclassing, when `harness` is missing, or a standard test or helper is replaced.
     """
 
     group = "all"
@@ -111,12 +114,6 @@ def check_subclass(cls: type[BackendConformance]) -> None:
     for name in vars(Group):
         if not name.startswith("__") and name != "group" and getattr(cls, name) is not getattr(Group, name):
             raise TypeError(f"{cls.__name__} replaces {name}, which belongs to the conformance suite")
-    known = {prop.name for prop in PROPERTIES}
-    for deviation in harness.deviations:
-        if deviation.property_name not in known:
-            raise TypeError(f"a deviation names {deviation.property_name!r}, which is no property")
-        if not deviation.reason.strip():
-            raise TypeError(f"the deviation from {deviation.property_name} gives no reason")
 
 
 def find(name: str) -> Property | None:
@@ -124,12 +121,7 @@ def find(name: str) -> Property | None:
     return next((prop for prop in PROPERTIES if prop.name == name), None)
 
 
-def execute(
-    instance: Group,
-    prop: Property,
-    harness: Harness,
-    on_figure: Callable[[Figure], None] = lambda figure: None,
-) -> None:
+def execute(prop: Property, harness: Harness, on_figure: Callable[[Figure], None]) -> None:
     """Runs one property on a bench of its own, bounded in time. `on_figure` gets what it measured.
 
     Raises:
@@ -137,15 +129,24 @@ def execute(
         NotApplicable: a capability makes it meaningless.
         Unproven: a harness hook is missing.
         Exception: whatever the backend raised where it may not.
+        KeyboardInterrupt: interrupted; the stores are closed and their directories removed.
     """
+    benches: list[Bench] = []
 
     def work() -> None:
-        instance.bench = bench = Bench(harness, on_figure)
+        bench = Bench(harness, on_figure)
+        benches.append(bench)
+        group = _GROUP_OF[prop.group]()
+        group.bench = bench
         try:
             for capability in prop.needs:
                 bench.require(capability)
-            getattr(instance, prop.name)()
+            getattr(group, prop.name)()
         finally:
             bench.close()
 
-    bounded(work, harness.limit_s)
+    try:
+        bounded(work, harness.limit_s)
+    finally:
+        for bench in benches:
+            bench.abandon()

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 from lmcache_core_conformance.driver import Store
 from lmcache_core_conformance.verdicts import Violation
+from lmcache_core_conformance.watch import named_thread, where_threads_stand
 
 T = TypeVar("T")
 _SAMPLE_S = 0.005
@@ -23,7 +25,7 @@ class Running(Generic[T]):
         self.ended = threading.Event()
         self._results: list[T] = []
         self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread = named_thread("call", partial(self._run, call))
         self._thread.start()
 
     def wait_until_it_waits(self, timeout_s: float) -> None:
@@ -59,12 +61,12 @@ def in_time(what: str, call: Callable[[], T], limit_s: float) -> T:
     """The result of `call`.
 
     Raises:
-        Violation: it had not ended after `limit_s`; it goes on in the background.
+        Violation: it had not ended after `limit_s`, and goes on in the background; the message shows where.
         BaseException: what it raised.
     """
     running = Running(call)
     if not running.ended.wait(limit_s):
-        raise Violation(f"{what} took more than {limit_s:.1f} s")
+        raise Violation(f"{what} took more than {limit_s:.1f} s\n{where_threads_stand()}")
     return running.result()
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from enum import Enum
+
+_SUITE = __name__.partition(".")[0]
+_NEUTRAL = ("contextlib", "threading")
+"""Modules whose frames stand between two of the suite's own."""
 
 
 class Verdict(Enum):
@@ -38,3 +43,31 @@ def check(condition: object, message: str) -> None:
     """
     if not condition:
         raise Violation(message)
+
+
+def verdict_of(error: BaseException) -> tuple[Verdict, str]:
+    """What a property says that ended by `error`, and why.
+
+    `Unproven` and `NotApplicable` are the suite's to raise: from a backend or a hook they are failures,
+    like everything else. A hook may leave a case to the default that it overrides, which is then missing.
+    """
+    if isinstance(error, NotApplicable | Unproven):
+        *callers, (module, function) = _frames(error)
+        foreign = {name for place, name in callers if place not in (_SUITE, *_NEUTRAL)}
+        missing_hook = isinstance(error, Unproven) and function in foreign
+        if module == _SUITE and (not foreign or missing_hook):
+            verdict = Verdict.UNPROVEN if isinstance(error, Unproven) else Verdict.NOT_APPLICABLE
+            return verdict, str(error)
+        reason = f"{type(error).__name__} was raised by the backend or a hook, which excuses nothing: {error}"
+        return Verdict.FAILED, reason
+    if isinstance(error, AssertionError):
+        return Verdict.FAILED, str(error)
+    return Verdict.FAILED, f"{type(error).__name__}: {error}"
+
+
+def _frames(error: BaseException) -> list[tuple[str, str]]:
+    """The package and the function of each frame that `error` came through, the raising one last."""
+    return [
+        (str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code.co_name)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ] or [("", "")]

@@ -1,0 +1,114 @@
+"""One property under watch: bounded in time, stopped when the run is, and shown where its threads stand.
+
+Properties run one at a time in a process, each on a thread of its own that starts more of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from weakref import WeakKeyDictionary
+
+from lmcache_core_conformance.verdicts import Violation
+
+_PREFIX = "conformance-"
+_MOST_THREADS = 12
+_MOST_FRAMES = 12
+_STOPS_WITHIN_S = 5.0
+_POLL_S = 0.1
+_before: frozenset[threading.Thread] = frozenset()
+"""The threads that were there before the present property began."""
+_rounds: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
+
+
+class Stopped(SystemExit):
+    """Raised in the threads of a property when the run is interrupted."""
+
+
+def bounded(work: Callable[[], None], limit_s: float) -> None:
+    """Runs `work` on a daemon thread, so that a backend that hangs fails instead of hanging the suite.
+
+    Raises:
+        Violation: it had not ended after `limit_s`, the message shows where each of its threads stands;
+            or it ended by what is no Exception: sys.exit(), pytest.skip().
+        Exception: whatever `work` raised.
+        KeyboardInterrupt: this thread was interrupted. What `work` started has been told to stop, and
+            was waited for a while.
+    """
+    global _before
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 (handed to the caller below)
+            errors.append(error)
+
+    _before = frozenset(threading.enumerate())
+    thread = named_thread("property", run)
+    try:
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            raise Violation(f"still running after {limit_s:g} s\n{where_threads_stand()}")
+    except KeyboardInterrupt:
+        _stop(thread)
+        raise
+    if not errors:
+        return
+    if isinstance(errors[0], Exception):
+        raise errors[0]
+    raise Violation(f"{type(errors[0]).__name__} was raised: {errors[0]}") from errors[0]
+
+
+def named_thread(name: str, work: Callable[[], None]) -> threading.Thread:
+    """A daemon thread of the suite, not yet started."""
+    return threading.Thread(target=work, name=f"{_PREFIX}{name}", daemon=True)
+
+
+def join(thread: threading.Thread, timeout_s: float = math.inf) -> None:
+    """Waits for `thread` in steps, so that the waiting thread itself can be stopped."""
+    until = time.monotonic() + timeout_s
+    while thread.is_alive() and (left := until - time.monotonic()) > 0:
+        thread.join(min(left, _POLL_S))
+
+
+def rounds(total: int) -> Iterator[int]:
+    """The numbers below `total`; meanwhile it is known which of them this thread has come to."""
+    thread = threading.current_thread()
+    for number in range(total):
+        _rounds[thread] = f"round {number + 1} of {total}"
+        yield number
+    _rounds.pop(thread, None)
+
+
+def where_threads_stand() -> str:
+    """The stacks of all threads that the present property or the backend has started."""
+    frames = sys._current_frames()
+    threads = [thread for thread in _new_threads() if thread.ident in frames]
+    shown = []
+    for thread in threads[:_MOST_THREADS]:
+        round_of = f", {_rounds[thread]}" if thread in _rounds else ""
+        stack = traceback.format_stack(frames[thread.ident or 0], limit=_MOST_FRAMES)
+        shown.append(f"thread {thread.name}{round_of}:\n{''.join(stack)}")
+    if len(threads) > _MOST_THREADS:
+        shown.append(f"and {len(threads) - _MOST_THREADS} threads more\n")
+    return "".join(shown)
+
+
+def _new_threads() -> list[threading.Thread]:
+    new = [t for t in threading.enumerate() if t not in _before and t is not threading.current_thread()]
+    return sorted(new, key=lambda thread: (not thread.name.startswith(_PREFIX), thread.ident or 0))
+
+
+def _stop(thread: threading.Thread) -> None:
+    """Raises `Stopped` in the suite's own threads, so that each undoes its work, and waits for `thread`."""
+    for own in _new_threads():
+        if own.name.startswith(_PREFIX) and own.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(own.ident), ctypes.py_object(Stopped))
+    thread.join(_STOPS_WITHIN_S)
