@@ -30,10 +30,14 @@ from beside import name_of_the_directory as one
 from .beside import name_of_the_directory as the_same
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
+from lmcache_core_conformance import Deviation
 
 class MyHarness(SmallHarness):
     def __init__(self):
         super().__init__(MemoryBackend)
+
+class Deviating(MyHarness):
+    deviations = (Deviation("test_stats_count_what_is_stored", ""),)
 
 a_number = 7
 """
@@ -174,6 +178,14 @@ def test_a_harness_in_a_file_brings_its_own_hooks_and_its_neighbours(
     result = invoke.run("--backend", "attempts", "--harness", name)
     assert result.exit_code == 2
     assert "conformance_backends.memory:MemoryBackend" in result.output
+
+
+def test_ill_listed_deviations_are_one_clear_error(invoke: SimpleNamespace, harness_file: Path) -> None:
+    result = invoke.run("--backend", "memory", "--harness", f"{harness_file}:Deviating")
+    assert result.exit_code == 2
+    assert result.output == (
+        "Error: Deviating.deviations gives no reason for test_stats_count_what_is_stored\n"
+    )
 
 
 def test_several_groups_may_be_chosen(invoke: SimpleNamespace, small: Path) -> None:

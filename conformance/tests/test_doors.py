@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 
@@ -151,6 +152,42 @@ def test_the_library_call_knows_deviations_too() -> None:
     harness = SmallHarness(MemoryBackend)
     harness.deviations = (Deviation(STATS, "counts attempts"),)
     assert run(harness, properties=[STATS]).results[0].verdict is Verdict.FAILED
+
+
+ILL_LISTED: dict[str, tuple[object, type[Exception], str]] = {
+    "no reason": ((Deviation(STATS, " "),), ValueError, f"gives no reason for {STATS}"),
+    "no property": ((Deviation(STATS[:-2], "x"),), ValueError, f"no property; did you mean '{STATS}'?"),
+    "no prefix": ((Deviation(STATS.removeprefix("test_"), "x"),), ValueError, f"did you mean '{STATS}'?"),
+    "twice": ((Deviation(STATS, "x"), Deviation(STATS, "y")), ValueError, f"names {STATS} twice"),
+    "no deviation": (((STATS, "x"),), TypeError, "which is no Deviation"),
+    "no texts": ((Deviation(STATS, 7),), TypeError, "its name and its reason must be texts"),  # type: ignore[arg-type]
+    "no list": (Deviation(STATS, "x"), TypeError, "must be a tuple of Deviations"),
+}
+
+
+@pytest.mark.parametrize("how", ILL_LISTED)
+def test_ill_listed_deviations_are_an_error_before_anything_runs(how: str) -> None:
+    deviations, kind, message = ILL_LISTED[how]
+    harness, ran = SmallHarness(Hanging), []
+    harness.deviations = deviations  # type: ignore[assignment]
+    with pytest.raises(kind, match=re.escape(message)):
+        run(harness, properties=[ROUND_TRIP], on_result=ran.append)
+    assert not ran
+
+
+@pytest.mark.parametrize("how", ILL_LISTED)
+def test_ill_listed_deviations_are_a_usage_error_under_pytest(pytester: pytest.Pytester, how: str) -> None:
+    deviations, _, message = ILL_LISTED[how]
+    code = f"""
+class MyHarness(SmallHarness):
+    deviations = {deviations!r}
+
+class TestMine(BackendConformance):
+    harness = MyHarness(MemoryBackend)
+"""
+    result = collect_and_run(pytester, code)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert message in result.stderr.str()
 
 
 def test_an_unknown_group_is_an_error_that_lists_the_known_ones() -> None:

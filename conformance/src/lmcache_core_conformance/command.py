@@ -19,6 +19,7 @@ from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.registry import discover
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.configured import configured_harness, harness_named
+from lmcache_core_conformance.deviations import deviations_of
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.html import render
 from lmcache_core_conformance.redaction import Redactor
@@ -32,7 +33,7 @@ from lmcache_core_conformance.report import (
     schema,
 )
 from lmcache_core_conformance.runner import Report, Result, run
-from lmcache_core_conformance.suite import GROUPS
+from lmcache_core_conformance.suite import GROUPS, NAMES
 from lmcache_core_conformance.verdicts import Verdict
 from lmcache_core_conformance.watch import bounded
 
@@ -110,6 +111,10 @@ def run_command(
         if file is not None and not file.absolute().parent.is_dir():
             raise CannotRun(f"can't write {file}: there is no directory {file.parent}")
     harness = _or_cannot_run(lambda: _harness(name, config_file, harness_name))
+    try:
+        deviations_of(harness, NAMES)
+    except (TypeError, ValueError) as error:
+        raise CannotRun(str(error)) from error
     harness.directory = directory or harness.directory
     harness.enforce_performance = enforce_performance or harness.enforce_performance
     # The suite makes faults happen: what a backend logs about them is no news, and drowns the verdicts.
