@@ -1,0 +1,52 @@
+"""Small questions about many values, all of them in one round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache_core.sdk import Outcome, Status
+from lmcache_core_redis.batch import Batch
+from lmcache_core_redis.layout import META, Meta, Names
+from lmcache_core_redis.links import Link
+from lmcache_core_redis.reading import MISS
+from lmcache_core_redis.resp import Command, Reply, ServerError
+
+
+def stat(link: Link, names: Names, indexes: Sequence[int], batch: Batch) -> None:
+    """Settles as OK the values that have a description and as many pieces as it says."""
+    commands: list[Command] = []
+    for index in indexes:
+        name = names.value(batch.keys[index])
+        commands += ((b"HGET", name, META), (b"HLEN", name))
+    link.send(commands)
+    for index in indexes:
+        described, count = link.reply(), link.reply()
+        error = described if isinstance(described, ServerError) else count
+        if isinstance(error, ServerError):
+            _settle_error(link, index, error, batch, "stat")
+        else:
+            meta = sound(described, count)
+            found = MISS if meta is None else Outcome(status=Status.OK, nbytes=meta.nbytes)
+            batch.done(index, found)
+
+
+def delete(link: Link, names: Names, indexes: Sequence[int], batch: Batch) -> None:
+    """The server frees the memory in the background."""
+    link.send([(b"UNLINK", names.value(batch.keys[index])) for index in indexes])
+    for index in indexes:
+        reply = link.reply()
+        if isinstance(reply, ServerError):
+            _settle_error(link, index, reply, batch, "delete")
+        else:
+            batch.done(index, Outcome(status=Status.OK) if reply == 1 else MISS)
+
+
+def sound(described: Reply, count: Reply) -> Meta | None:
+    """The description of a value whose pieces are all there."""
+    meta = Meta.decode(described) if isinstance(described, bytes) else None
+    return meta if meta is not None and count == meta.num_pieces + 1 else None
+
+
+def _settle_error(link: Link, index: int, error: ServerError, batch: Batch, op: str) -> None:
+    if not batch.redirected(index, error, link.node):
+        batch.done(index, link.where.outcome(error, op))

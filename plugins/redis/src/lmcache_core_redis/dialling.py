@@ -1,0 +1,192 @@
+"""Connecting: redis-py's connections, with every wait of theirs bounded by the call that needs one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+
+from lmcache_core.sdk import Call, DeadlineExceeded, Secret
+from lmcache_core_redis.node import Node
+from lmcache_core_redis.resp import Receiver
+
+_NO_TIME_S = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Who we are to a server, and how it proves that it is the right one."""
+
+    username: str | None = None
+    password: Secret | None = field(default=None, repr=False)
+    db: int = 0
+    tls: bool = False
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    @property
+    def user(self) -> str:
+        return self.username or "default"
+
+
+class Sockets:
+    """The open sockets of one process, so that all waits on them can be ended at once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # reentrant: the garbage collector disconnects, too
+        self._sockets: dict[int, socket.socket] = {}  # a socket is closed only after it has left
+        self._closed = False
+
+    def enter(self, owner: object, sock: socket.socket) -> None:
+        """
+        Raises:
+            ConnectionAbortedError: they have been shut.
+        """
+        with self._lock:
+            if self._closed:
+                raise ConnectionAbortedError("closed")
+            self._sockets[id(owner)] = sock
+
+    def leave(self, owner: object) -> None:
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._sockets.pop(id(owner), None)
+
+    def shut(self) -> None:
+        """Whoever waits on one of them finds its end. A forked child leaves its parent's alone."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+            for sock in list(self._sockets.values()):
+                try:
+                    # Not the TLS socket's own method, after which others would read it as plain bytes.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+                except OSError:
+                    continue  # not connected yet, or not any more
+
+
+class _Bounded(AbstractConnection):
+    """Time-outs come from the call; the socket can be shut from the first wait on it."""
+
+    call: Call
+    sockets: Sockets
+
+    def disconnect(self, *args: object, **kwargs: object) -> None:
+        self.sockets.leave(self)
+        super().disconnect(*args, **kwargs)
+
+    @property
+    def socket_timeout(self) -> float:
+        return _left(self.call)
+
+    @socket_timeout.setter
+    def socket_timeout(self, value: float | None) -> None:
+        """redis-py sets a default, which isn't used."""
+
+    @property
+    def socket_connect_timeout(self) -> float:
+        return _left(self.call)
+
+    @socket_connect_timeout.setter
+    def socket_connect_timeout(self, value: float | None) -> None:
+        """As above."""
+
+
+    def reach(self, sock: socket.socket, address: object) -> None:
+        """Connects `sock`, or closes it and raises."""
+        try:
+            self.sockets.enter(self, sock)
+            sock.settimeout(_left(self.call))
+            sock.connect(address)
+        except BaseException:
+            self.sockets.leave(self)
+            sock.close()
+            raise
+
+
+class _BoundedTcp(_Bounded, Connection):
+    def _connect(self) -> socket.socket:
+        last = OSError("the name has no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM
+        ):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self.reach(sock, address)
+                return sock
+            except OSError as error:
+                last = error
+        raise last
+
+
+class _BoundedTls(_BoundedTcp, SSLConnection):
+    def _connect(self) -> ssl.SSLSocket:
+        sock = super()._connect()
+        with sock.dup() as twin:  # wrapping takes `sock` apart
+            try:
+                self.sockets.enter(self, twin)
+                sock.settimeout(_left(self.call))
+                wrapped: ssl.SSLSocket = self._wrap_socket_with_ssl(sock)
+                self.sockets.enter(self, wrapped)
+            except BaseException:
+                self.sockets.leave(self)
+                sock.close()
+                raise
+        return wrapped
+
+
+class _BoundedUnix(_Bounded, UnixDomainSocketConnection):
+    def _connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.reach(sock, self.path)
+        return sock
+
+
+def dial(node: Node, account: Account, call: Call, sockets: Sockets) -> tuple[AbstractConnection, Receiver]:
+    """A connection to `node`, logged in, and what receives its replies.
+
+    Raises:
+        DeadlineExceeded, OSError, RedisError: it can't be had.
+    """
+    kind, options = _options(node, account)
+    connection = kind(**options, parser_class=Receiver)
+    receiver = connection._parser
+    assert isinstance(receiver, Receiver)
+    connection.call = receiver.call = call
+    connection.sockets = sockets
+    connection.connect()
+    return connection, receiver
+
+
+def _options(node: Node, account: Account) -> tuple[type[_Bounded], dict[str, object]]:
+    options: dict[str, object] = {
+        "db": account.db,
+        "username": account.username,
+        "password": account.password.reveal() if account.password is not None else None,
+        "protocol": 2,
+        "driver_info": None,
+    }
+    if node.path:
+        return _BoundedUnix, options | {"path": node.path}
+    options |= {"host": node.host, "port": node.port}
+    if not account.tls:
+        return _BoundedTcp, options
+    files = {"ssl_ca_certs": account.tls_ca, "ssl_certfile": account.tls_cert, "ssl_keyfile": account.tls_key}
+    return _BoundedTls, options | {name: str(path) for name, path in files.items() if path is not None}
+
+
+def _left(call: Call) -> float:
+    """What remains of the call. Not nothing, which means "don't wait", nor an error amid redis-py's code."""
+    try:
+        return call.remaining()
+    except DeadlineExceeded:
+        return _NO_TIME_S

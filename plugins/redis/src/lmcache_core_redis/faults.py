@@ -1,0 +1,87 @@
+"""What a server or a connection answers when it can't do what was asked, as outcomes and typed errors."""
+
+from __future__ import annotations
+
+from redis.exceptions import InvalidResponse, RedisError
+from redis.exceptions import TimeoutError as DriverTimeoutError
+
+from lmcache_core.sdk import (
+    BackendError,
+    BackendUnavailable,
+    DeadlineExceeded,
+    Outcome,
+    PermissionDenied,
+    Status,
+)
+from lmcache_core_redis.resp import ServerError
+
+_PASSING = {
+    "LOADING": "it is loading its data",
+    "CLUSTERDOWN": "the cluster is down",
+    "TRYAGAIN": "the slot is being moved",
+    "MOVED": "the slot was moved, twice during this call",
+    "ASK": "the slot is being moved",
+    "MASTERDOWN": "its link to the primary is down",
+    "NOREPLICAS": "too few replicas follow it",
+    "BUSY": "a script keeps it busy",
+    "MISCONF": "it can't save to disk and refuses writes; see stop-writes-on-bgsave-error",
+}
+
+
+class Where:
+    """Names the server and the user in messages, and never the password."""
+
+    def __init__(self, node: object, user: str, namespace: str) -> None:
+        self._server = f"redis server {node}"
+        self._user = user
+        self._namespace = namespace
+
+    def of_server(self, error: ServerError) -> BackendError:
+        """`error`, which the server answered, as ours."""
+        code = error.code
+        if code in _PASSING:
+            return BackendUnavailable(f"{self._server}: {_PASSING[code]} ({error.text})")
+        if code == "OOM":
+            return BackendUnavailable(
+                f"{self._server} is full and evicts nothing: raise maxmemory or set a maxmemory-policy"
+            )
+        if code in ("NOAUTH", "WRONGPASS"):
+            return PermissionDenied(
+                f"{self._server} refuses user {self._user}: set `username` and `password` ({error.text})"
+            )
+        if code == "NOPERM":
+            return PermissionDenied(
+                f"{self._server} forbids user {self._user} something; its ACL needs "
+                f"~{self._namespace}[.:]* and the commands that the README lists ({error.text})"
+            )
+        if code == "READONLY":
+            return PermissionDenied(
+                f"{self._server} is a read-only replica: point `url` at the primary, or name the `sentinel`"
+            )
+        if "max number of clients" in error.text:
+            return BackendUnavailable(f"{self._server} has no connection left: raise maxclients")
+        if "AUTH" in error.text and "password" in error.text:
+            return PermissionDenied(f"{self._server} has no password: leave `password` out ({error.text})")
+        return BackendError(f"{self._server} answered: {error.text}")
+
+    def outcome(self, error: ServerError, op: str) -> Outcome:
+        """How an item ends to which the server answered `error`."""
+        if error.code == "OOM" and op == "put":
+            return Outcome(status=Status.FULL)
+        if error.code == "WRONGTYPE" and op != "put":
+            return Outcome(status=Status.MISS)  # something foreign, which a put replaces
+        return Outcome(status=Status.FAILED, error=self.of_server(error))
+
+    def of_connection(self, error: Exception) -> BackendError:
+        """`error`, which ended a connection or kept one from being made, as ours."""
+        if isinstance(error, ServerError):
+            return self.of_server(error)
+        if isinstance(error, InvalidResponse):
+            return BackendUnavailable(f"{self._server} doesn't speak the Redis protocol: {error}")
+        if isinstance(error, BackendError):
+            error.args = (f"{self._server}: {error.args[0]}",)
+            return error
+        if isinstance(error, TimeoutError | DriverTimeoutError):
+            return DeadlineExceeded(f"{self._server} doesn't answer in time")
+        assert isinstance(error, OSError | RedisError)
+        return BackendUnavailable(f"can't reach {self._server}: {error}")

@@ -1,0 +1,210 @@
+"""The Redis protocol (RESP2): commands as buffers to send, replies received straight into memory."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Sequence
+
+from redis._parsers.base import BaseParser
+from redis.connection import AbstractConnection
+from redis.exceptions import InvalidResponse, ResponseError
+
+from lmcache_core.sdk import BackendUnavailable, Call, recv_into
+
+Buffer = bytes | memoryview
+Argument = bytes | Sequence[Buffer]
+"""A command's argument: its bytes, or the buffers that make it up."""
+Command = Sequence[Argument]
+Place = Callable[[int], Sequence[memoryview]]
+"""Says where a bulk string of so many bytes goes: memory of exactly that length."""
+
+_READ_NBYTES = 1 << 16
+_MAX_REPLY_NBYTES = 1 << 24  # of a reply that isn't placed: names, small fields
+_MAX_ELEMENTS = 1 << 20
+_CRLF = b"\r\n"
+
+
+class ServerError(ResponseError):
+    """An error that the server answered. `code` is its first word, such as `OOM`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+        self.code = text.partition(" ")[0]
+
+
+Reply = bytes | int | None | ServerError | list["Reply"]
+
+
+def encode(commands: Iterable[Command]) -> list[Buffer]:
+    """The commands as they go over the wire. Memory isn't copied: it stands in the list as it is."""
+    buffers: list[Buffer] = []
+    text: list[bytes] = []
+    for command in commands:
+        text.append(b"*%d\r\n" % len(command))
+        for argument in command:
+            if isinstance(argument, bytes):
+                text.append(b"$%d\r\n%b\r\n" % (len(argument), argument))
+                continue
+            text.append(b"$%d\r\n" % sum(map(len, argument)))
+            for part in argument:
+                if isinstance(part, bytes):
+                    text.append(part)
+                else:
+                    buffers.append(b"".join(text))
+                    buffers.append(part)
+                    text.clear()
+            text.append(_CRLF)
+    if text:
+        buffers.append(b"".join(text))
+    return buffers
+
+
+class Receiver(BaseParser):
+    """Takes replies from a connection's socket; every wait is bounded by the call that is set.
+
+    redis-py uses it, too, for what it asks when it connects.
+    """
+
+    def __init__(self, socket_read_size: int) -> None:
+        self._buffer = bytearray(_READ_NBYTES)
+        self._memory = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._sock: socket.socket | None = None
+        self.call: Call | None = None
+
+    def on_connect(self, connection: AbstractConnection) -> None:
+        self._sock = connection._get_socket()
+        self._start = self._end = 0
+
+    def on_disconnect(self) -> None:
+        self._sock = None
+
+    def can_read(self, timeout: float = 0) -> bool:
+        return self._start < self._end
+
+    def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Reply:
+        return self.reply()
+
+    def reply(self) -> Reply:
+        """The next reply, whatever it is.
+
+        Raises:
+            DeadlineExceeded, BackendUnavailable, OSError: it didn't come (whole).
+            InvalidResponse: what came is not a reply.
+        """
+        kind, text = self._head()
+        if kind == b"$":
+            length = _number(text, _MAX_REPLY_NBYTES)
+            return None if length < 0 else self._bytes(length)
+        if kind == b"*":
+            length = _number(text, _MAX_ELEMENTS)
+            return None if length < 0 else [self.reply() for _ in range(length)]
+        if kind == b":":
+            return _number(text, 1 << 63)
+        if kind == b"+":
+            return text
+        if kind == b"-":
+            return ServerError(text.decode("utf-8", errors="replace"))
+        raise InvalidResponse(f"not a reply: {kind + text[:40]!r}")
+
+    def array(self) -> int | None | ServerError:
+        """The number of replies in the array that comes next; those are left to be taken."""
+        kind, text = self._head()
+        if kind == b"*":
+            length = _number(text, _MAX_ELEMENTS)
+            return None if length < 0 else length
+        if kind == b"-":
+            return ServerError(text.decode("utf-8", errors="replace"))
+        raise InvalidResponse(f"not an array: {kind + text[:40]!r}")
+
+    def bulk(self, place: Place) -> int | None | ServerError:
+        """Receives the bulk string that comes next into `place(nbytes)` and returns its length.
+
+        None: there is no such thing. Nothing is placed then, nor where the server answers an error.
+        """
+        kind, text = self._head()
+        if kind == b"$":
+            length = _number(text, 1 << 40)
+            if length < 0:
+                return None
+            for memory in place(length):
+                self._fill(memory)
+            self._end_of_bulk()
+            return length
+        if kind == b"-":
+            return ServerError(text.decode("utf-8", errors="replace"))
+        raise InvalidResponse(f"not a bulk string: {kind + text[:40]!r}")
+
+    def _bytes(self, length: int) -> bytes:
+        text = bytearray(length)
+        self._fill(memoryview(text))
+        self._end_of_bulk()
+        return bytes(text)
+
+    def _end_of_bulk(self) -> None:
+        if self._line():
+            raise InvalidResponse("a bulk string is longer than it said")
+
+    def _head(self) -> tuple[bytes, bytes]:
+        line = self._line()
+        return line[:1], line[1:]
+
+    def _line(self) -> bytes:
+        while (at := self._buffer.find(_CRLF, self._start, self._end)) < 0:
+            self._read_more()
+        line = bytes(self._memory[self._start : at])
+        self._start = at + 2
+        return line
+
+    def _read_more(self) -> None:
+        left = self._end - self._start
+        if left == len(self._buffer):
+            raise InvalidResponse("a line without end")
+        if self._start:
+            self._memory[:left] = self._memory[self._start : self._end]
+            self._start, self._end = 0, left
+        sock, call = self.ready()
+        sock.settimeout(call.remaining())
+        count = sock.recv_into(self._memory[self._end :])
+        if count == 0:
+            raise BackendUnavailable("the server closed the connection")
+        self._end += count
+
+    def _fill(self, memory: memoryview) -> None:
+        buffered = min(self._end - self._start, len(memory))
+        if buffered:
+            memory[:buffered] = self._memory[self._start : self._start + buffered]
+            self._start += buffered
+        if buffered < len(memory):
+            sock, call = self.ready()
+            recv_into(sock, memory[buffered:], call)
+
+    def stirs(self) -> bool:
+        """Whether an idle connection isn't quiet and open, as one is that owes no reply."""
+        if self._sock is None or self._start < self._end:
+            return True
+        self._sock.settimeout(0)
+        try:
+            self._sock.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return False
+        except OSError:
+            return True
+        return True
+
+    def ready(self) -> tuple[socket.socket, Call]:
+        if self._sock is None or self.call is None:
+            raise BackendUnavailable("the connection is closed")
+        return self._sock, self.call
+
+
+def _number(text: bytes, limit: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = limit + 1
+    if number > limit:
+        raise InvalidResponse(f"not a number that is due here: {text[:40]!r}")
+    return number

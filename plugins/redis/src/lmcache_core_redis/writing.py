@@ -1,0 +1,106 @@
+"""Putting values: whole or not at all, and in place of what was there at one stroke.
+
+A value of one piece is written by a transaction. One of several goes piece by piece into a temporary
+hash, which expires if nobody finishes it, and a script renames that over the value once it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lmcache_core.sdk import Item, Outcome, Status
+from lmcache_core_redis.batch import Batch
+from lmcache_core_redis.layout import META, VERSION_NBYTES, Meta, Names, field
+from lmcache_core_redis.links import Link
+from lmcache_core_redis.memory import Memory
+from lmcache_core_redis.resp import Command, Reply, ServerError
+
+_COMMIT = b"""
+if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[1]) then
+  redis.call('UNLINK', KEYS[1])
+  return 0
+end
+redis.call('UNLINK', KEYS[2])
+redis.call('RENAME', KEYS[1], KEYS[2])
+if ARGV[2] == '' then
+  redis.call('PERSIST', KEYS[2])
+else
+  redis.call('PEXPIRE', KEYS[2], ARGV[2])
+end
+return 1
+"""
+_LEAST_LEFTOVER_S = 60.0
+
+
+class Writer:
+    """How values of a namespace are put."""
+
+    def __init__(self, names: Names, piece_nbytes: int, ttl_s: float | None, deadline_s: float) -> None:
+        self._names = names
+        self._piece_nbytes = piece_nbytes
+        self._ttl_ms = b"%d" % round(ttl_s * 1000) if ttl_s is not None else b""
+        self._leftover_ms = b"%d" % round(1000 * max(10 * deadline_s, _LEAST_LEFTOVER_S))
+
+    def put(self, link: Link, items: Sequence[Item], indexes: Sequence[int], batch: Batch) -> None:
+        """Stores the items, the next one on its way while the answer about the last one is awaited."""
+        sent: _Sent | None = None
+        for index in indexes:
+            item = items[index]
+            meta = Meta.of(os.urandom(VERSION_NBYTES), item.nbytes, self._piece_nbytes, item.parent)
+            commands = list(self._commands(item, meta))
+            link.send(commands)
+            before, sent = sent, _Sent(index, item.nbytes, len(commands))
+            if before is not None:
+                _settle(link, before, batch)
+        if sent is not None:
+            _settle(link, sent, batch)
+
+    def _commands(self, item: Item, meta: Meta) -> Iterator[Command]:
+        memory, name = Memory(item.views), self._names.value(item.key)
+        if meta.num_pieces == 1:
+            yield (b"MULTI",)
+            yield (b"UNLINK", name)
+            yield (b"HSET", name, META, meta.encode(), field(0), (meta.version, *memory.part(0, meta.nbytes)))
+            if self._ttl_ms:
+                yield (b"PEXPIRE", name, self._ttl_ms)
+            yield (b"EXEC",)
+            return
+        temporary = self._names.temporary(item.key, meta.version)
+        yield (b"HSET", temporary, META, meta.encode())
+        yield (b"PEXPIRE", temporary, self._leftover_ms)
+        for index in range(meta.num_pieces):
+            yield (b"HSET", temporary, field(index), (meta.version, *memory.part(*meta.piece(index))))
+        complete = b"%d" % (meta.num_pieces + 1)
+        yield (b"EVAL", _COMMIT, b"2", temporary, name, complete, self._ttl_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A put whose replies are due."""
+
+    index: int
+    nbytes: int
+    num_replies: int
+
+
+def _settle(link: Link, sent: _Sent, batch: Batch) -> None:
+    replies = [link.reply() for _ in range(sent.num_replies)]
+    error = _first_error(replies)
+    if error is not None:
+        if not batch.redirected(sent.index, error, link.node):
+            batch.done(sent.index, link.where.outcome(error, "put"))
+    elif replies[-1] == 0:  # the server evicted what was there before the rest came
+        batch.done(sent.index, Outcome(status=Status.FULL))
+    else:
+        batch.done(sent.index, Outcome(status=Status.OK, nbytes=sent.nbytes))
+
+
+def _first_error(replies: Sequence[Reply]) -> ServerError | None:
+    for reply in replies:
+        if isinstance(reply, ServerError):
+            return reply
+        if isinstance(reply, list) and (error := _first_error(reply)) is not None:
+            return error
+    return None
