@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from lmcache_core_conformance import ReportDocument, Verdict, parse
+from lmcache_core_conformance import ReportDocument, ReportError, Verdict, parse
 from lmcache_core_conformance.figures import amount
 from lmcache_core_conformance.report import (
     FORMAT,
@@ -48,6 +48,9 @@ instead of a file of options, so that nothing is left unproven.
 | 0 | nothing failed |
 | 1 | a property failed; with `--strict`, one is unproven; with `--enforce-performance`, a floor is missed |
 | 2 | nothing was certified: no such backend, refused options, a store that can't be opened, a missing file |
+| 130, 143 | interrupted (Ctrl-C, SIGTERM): the report is of what had been run, and its `interrupted` says so |
+
+A report of an earlier run is removed when the run begins, and written whole or not at all when it ends.
 
 `lmcache-core conformance compare A.json B.json` says where the verdicts of two reports differ, and
 `lmcache-core conformance schema` prints the JSON schema of what follows.
@@ -172,9 +175,17 @@ def render_matrix(reports: Mapping[str, ReportDocument]) -> str:
     return "".join(parts)
 
 
-def read_reports() -> dict[str, ReportDocument]:
-    """Our own reports, by the backend's name."""
-    return {path.stem: parse(path.read_bytes()) for path in sorted(REPORTS.glob("*.json"))}
+def read_reports(directory: Path = REPORTS) -> dict[str, ReportDocument]:
+    """Our own reports, by the backend's name.
+
+    Raises:
+        ReportError: one is of a run that was interrupted, or of a part of the suite.
+    """
+    reports = {path.stem: parse(path.read_bytes()) for path in sorted(directory.glob("*.json"))}
+    for name, report in reports.items():
+        if report.interrupted or not report.suite.complete:
+            raise ReportError(f"{name}.json is of a run that left properties out: run `make reports` again")
+    return reports
 
 
 def _performance(reports: Mapping[str, ReportDocument]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +171,33 @@ def test_report_and_page_are_written_and_say_what_was_seen(
     assert "1 property failed." in page.read_text(encoding="utf-8")
 
 
+def test_what_a_run_writes_is_there_whole_or_not_at_all(
+    invoke: SimpleNamespace, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "kept" / "out.json"
+    report.parent.mkdir()
+
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    result = invoke.run("--backend", "memory", "--config", small, "--group", "sizes", "--report", report)
+    assert result.exit_code == 2, result.output
+    assert result.output.endswith(f"Error: can't write {report}: No space left on device\n")
+    assert list(report.parent.iterdir()) == []
+
+
+def test_a_report_is_written_where_a_link_leads(invoke: SimpleNamespace, small: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.json").write_text("of an earlier run")
+    (tmp_path / "link").symlink_to("out.json")
+    link = tmp_path / "link"
+    invoke.run("--backend", "memory", "--config", small, "--group", "sizes", "--report", link)
+    assert link.is_symlink()
+    assert parse((tmp_path / "out.json").read_bytes()).backend.name == "memory"
+
+
 def test_a_harness_in_a_file_brings_its_own_hooks_and_its_neighbours(
     invoke: SimpleNamespace, harness_file: Path
 ) -> None:
@@ -206,6 +235,13 @@ def test_several_groups_may_be_chosen(invoke: SimpleNamespace, small: Path) -> N
         (["--backend", "file"], "options.path: required key is missing"),
         (["--backend", "closed"], "can't be opened: BackendUnavailable: nobody listens there"),
         (["--backend", "memory", "--report", "nowhere/out.json"], "there is no directory nowhere"),
+        (["--backend", "memory", "--report", "."], "can't write .: it is a directory"),
+        (["--backend", "memory", "--html", "unknown.yaml/x"], "there is no directory unknown.yaml"),
+        (["--backend", "memory", "--report", "x" * 300], "File name too long"),
+        (["--backend", "memory", "--report", "/dev/null"], "it is no regular file"),
+        (["--backend", "memory", "--report", "/proc/out.json"], "can't write /proc/out.json: "),
+        (["--backend", "memory", "--report", "out", "--html", "./out"], "are the same file, out"),
+        (["--backend", "memory", "--report", "out", "--html", "link"], "are the same file, out"),
         (["--backend", "memory", "--harness", "nonsense"], "neither FILE.py:CLASS nor MODULE:CLASS"),
         (["--backend", "memory", "--harness", "absent.py:Mine"], "FileNotFoundError"),
         (["--backend", "memory", "--harness", "json:JSONDecoder"], "is a JSONDecoder, not a Harness"),
@@ -223,6 +259,7 @@ def test_what_is_not_there_is_one_clear_error_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("unknown.yaml").write_text("opitons: {}\n")
+    Path("link").symlink_to("out")
     result = invoke.run(*arguments)
     assert result.exit_code == 2, result.output
     assert message in result.output

@@ -8,9 +8,18 @@ import runpy
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from lmcache_core_conformance import PROPERTIES, Harness, ReportDocument, Verdict, parse
+from lmcache_core_conformance import (
+    PROPERTIES,
+    Harness,
+    ReportDocument,
+    ReportError,
+    Verdict,
+    encode,
+    parse,
+)
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.configured import harness_named
 from lmcache_core_conformance.report import capabilities_of
@@ -90,3 +99,16 @@ def test_our_own_plugins_pass_everything_with_nothing_unproven_at_full_effort(pl
     assert report.suite.reduced == ()
     assert report.suite.complete
     assert report.figures
+
+
+@pytest.mark.parametrize("why", ["interrupted", "partial"])
+def test_the_matrix_is_not_made_from_a_report_that_leaves_properties_out(why: str, tmp_path: Path) -> None:
+    report = report_of("cpu")
+    if why == "interrupted":
+        report = msgspec.structs.replace(report, interrupted=True)
+    else:
+        report = msgspec.structs.replace(report, suite=msgspec.structs.replace(report.suite, complete=False))
+    (tmp_path / "cpu.json").write_bytes(encode(report))
+    script = runpy.run_path(str(ROOT / "docs" / "generate_conformance.py"))
+    with pytest.raises(ReportError, match="cpu.json is of a run that left properties out"):
+        script["read_reports"](tmp_path)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import click
@@ -22,6 +25,7 @@ from lmcache_core_conformance.configured import configured_harness, harness_name
 from lmcache_core_conformance.deviations import deviations_of
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.html import render
+from lmcache_core_conformance.output import Output, OutputError
 from lmcache_core_conformance.redaction import Redactor
 from lmcache_core_conformance.report import (
     ReportDocument,
@@ -32,7 +36,7 @@ from lmcache_core_conformance.report import (
     parse,
     schema,
 )
-from lmcache_core_conformance.runner import Report, Result, run
+from lmcache_core_conformance.runner import Interrupted, Report, Result, run
 from lmcache_core_conformance.suite import GROUPS, NAMES
 from lmcache_core_conformance.verdicts import Verdict
 from lmcache_core_conformance.watch import bounded
@@ -47,6 +51,7 @@ _STYLES = {
 }
 _INDENT = " " * 16
 _FILE = click.Path(path_type=Path, dir_okay=False)
+_OUTPUT = click.Path(path_type=Path)
 
 
 class CannotRun(click.ClickException):
@@ -85,8 +90,8 @@ def conformance() -> None:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Where the temporary directories are made, such as the mount to certify.",
 )
-@click.option("--report", "report_file", type=_FILE, help="Write the report here, as JSON.")
-@click.option("--html", "html_file", type=_FILE, help="Write the report here, as a page.")
+@click.option("--report", "report_file", type=_OUTPUT, help="Write the report here, as JSON.")
+@click.option("--html", "html_file", type=_OUTPUT, help="Write the report here, as a page.")
 @click.option("--strict", is_flag=True, help="Count unproven properties as failed.")
 @click.option("--enforce-performance", is_flag=True, help="A figure below its floor fails its property.")
 @click.pass_context
@@ -106,10 +111,9 @@ def run_command(
 
     Exit code 0: nothing failed. 1: a property failed, or with --strict one is unproven. 2: nothing was
     certified, because the backend, its options or a file is not what it should be; the message says which.
+    130 or 143: it was interrupted or terminated; the report, of what had been run, says so.
     """
-    for file in (report_file, html_file):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise CannotRun(f"can't write {file}: there is no directory {file.parent}")
+    outputs = _or_cannot_run(lambda: _outputs(report_file, html_file))
     harness = _or_cannot_run(lambda: _harness(name, config_file, harness_name))
     try:
         deviations_of(harness, NAMES)
@@ -119,22 +123,19 @@ def run_command(
     harness.enforce_performance = enforce_performance or harness.enforce_performance
     # The suite makes faults happen: what a backend logs about them is no news, and drowns the verdicts.
     logging.getLogger().addHandler(logging.NullHandler())
-    redactor = _check_that_it_opens(harness, name)
-    console = Console()
-
-    def show(result: Result) -> None:
-        _show(console, replace(result, reason=redactor.conceal(result.reason)))
-
-    report = run(harness, groups=groups or None, on_result=show)
-    _summarise(console, name, report)
-    if report_file is not None or html_file is not None:
-        document = describe(report, harness, name=name)
-        if report_file is not None:
-            report_file.write_bytes(encode(document))
-        if html_file is not None:
-            html_file.write_text(render(document), encoding="utf-8")
-    if report.failed or (strict and report.of(Verdict.UNPROVEN)):
-        context.exit(1)
+    for output in outputs:
+        _or_cannot_run(output.remove)
+    try:
+        with _terminable():
+            report, code = _certify(harness, name, groups)
+            if outputs:
+                document = describe(report, harness, name=name)
+                for output in outputs:
+                    _or_cannot_run(partial(output.write, document))
+    except KeyboardInterrupt as error:
+        click.echo("interrupted: nothing is reported")
+        context.exit(_code_of(error))
+    context.exit(code or int(report.failed or (strict and bool(report.of(Verdict.UNPROVEN)))))
 
 
 @conformance.command("compare")
@@ -144,10 +145,10 @@ def run_command(
 def compare_command(context: click.Context, one: Path, other: Path) -> None:
     """Say where the verdicts of two reports differ.
 
-    Exit code 0: nowhere. 1: somewhere. 2: one of them can't be read.
+    Exit code 0: nowhere. 1: somewhere. 2: one of them can't be read, or is of an interrupted run.
     """
     first, second = (_or_cannot_run(partial(_read, file)) for file in (one, other))
-    found = differences(first, second)
+    found = _or_cannot_run(partial(differences, first, second))
     for line in found:
         click.echo(line)
     if found:
@@ -180,6 +181,66 @@ def _harness(name: str, config_file: Path | None, harness_name: str | None) -> H
     return harness
 
 
+def _outputs(report_file: Path | None, html_file: Path | None) -> list[Output]:
+    """
+    Raises:
+        OutputError: one of them can't be written, or they are the same file.
+    """
+    outputs = []
+    if report_file is not None:
+        outputs.append(Output(report_file, encode))
+    if html_file is not None:
+        outputs.append(Output(html_file, lambda document: render(document).encode()))
+    if len(outputs) == 2 and outputs[0].is_same(outputs[1]):
+        raise OutputError(f"--report and --html are the same file, {report_file}")
+    return outputs
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: ends the run as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """While inside, SIGTERM raises `_Terminated`, so that nothing is left behind."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _code_of(error: BaseException | None) -> int:
+    """What the shell expects of a process that a signal ended."""
+    return 128 + (signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT)
+
+
+def _certify(harness: Harness, name: str, groups: Collection[str]) -> tuple[Report, int]:
+    """Runs and shows the properties. The exit code is 0 unless the run was interrupted.
+
+    Raises:
+        CannotRun: as `_check_that_it_opens`.
+        KeyboardInterrupt: interrupted before the first property was run.
+    """
+    redactor = _check_that_it_opens(harness, name)
+    console = Console()
+
+    def show(result: Result) -> None:
+        _show(console, replace(result, reason=redactor.conceal(result.reason)))
+
+    code = 0
+    try:
+        report = run(harness, groups=groups or None, on_result=show)
+    except Interrupted as error:
+        report, code = error.report, _code_of(error.__cause__)
+    _summarise(console, name, report)
+    return report, code
+
+
 def _check_that_it_opens(harness: Harness, name: str) -> Redactor:
     """One error, instead of the same one for each property. Returns what keeps secrets off the terminal.
 
@@ -200,7 +261,7 @@ def _check_that_it_opens(harness: Harness, name: str) -> Redactor:
         message = redactor.conceal(f"{type(error).__name__}: {error}")
         raise CannotRun(f"backend {name!r} can't be opened: {message}") from error
     finally:
-        bench.close()
+        bench.abandon()
 
 
 def _read(file: Path) -> ReportDocument:
@@ -238,6 +299,8 @@ def _summarise(console: Console, name: str, report: Report) -> None:
     counts = [f"{len(report.of(verdict))} {verdict.value}" for verdict in Verdict if report.of(verdict)]
     took = f"in {report.seconds:.0f} s"
     _print(console, f"[bold]{escape(name)}[/]: {', '.join(counts) or 'nothing ran'}, {took}")
+    if report.interrupted:
+        _print(console, "[bold red]interrupted[/]: the rest was not run, and the report says so")
     reasons = Counter(result.reason for result in report.of(Verdict.UNPROVEN))
     for reason, number in reasons.items():
         _print(console, f"[yellow]{number} unproven[/]: {escape(reason)}")

@@ -53,6 +53,8 @@ def headline(document: ReportDocument) -> tuple[Verdict, str]:
     failed, unproven = len(document.of(Verdict.FAILED)), len(document.of(Verdict.UNPROVEN))
     deviations = len(document.of(Verdict.DEVIATION))
     partial = "" if document.suite.complete else " Only part of the suite was run."
+    if document.interrupted:
+        partial = " The run was interrupted before its end."
     if failed:
         return Verdict.FAILED, f"{_count(failed, 'property', 'properties')} failed.{partial}"
     if unproven:

@@ -19,11 +19,11 @@ from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.redaction import Redactor, Value, shown_options
 from lmcache_core_conformance.runner import Report
-from lmcache_core_conformance.suite import PROPERTIES
+from lmcache_core_conformance.suite import NAMES
 from lmcache_core_conformance.verdicts import Verdict
 
 FORMAT = "lmcache-core-conformance-report"
-VERSION = (1, 0)
+VERSION = (1, 1)
 """Of the format. A reader of the same major understands a later minor, whose new fields it ignores."""
 CORE, SUITE = "lmcache-core", "lmcache-core-conformance"
 
@@ -123,6 +123,9 @@ class ReportDocument(msgspec.Struct, frozen=True, kw_only=True):
     ]
     results: Annotated[tuple[PropertyResult, ...], about("one for each property run, in the suite's order")]
     figures: Annotated[tuple[MeasuredFigure, ...], about("what the performance group measured")]
+    interrupted: Annotated[
+        bool, about("whether the run was stopped before its end: what isn't in `results` was not reached")
+    ] = False
 
     def of(self, verdict: Verdict) -> tuple[PropertyResult, ...]:
         return tuple(result for result in self.results if result.verdict is verdict)
@@ -171,9 +174,10 @@ def describe(report: Report, harness: Harness, *, name: str | None = None) -> Re
             capabilities=capabilities_of(bench),
             results=results,
             figures=_figures(report, harness),
+            interrupted=report.interrupted,
         )
     finally:
-        bench.close()
+        bench.abandon()
 
 
 def encode(document: ReportDocument) -> bytes:
@@ -211,7 +215,13 @@ def schema() -> Mapping[str, object]:
 
 
 def differences(one: ReportDocument, other: ReportDocument) -> list[str]:
-    """Where the verdicts of two reports differ, a line each."""
+    """Where the verdicts of two reports differ, a line each.
+
+    Raises:
+        ReportError: one is of a run that was interrupted.
+    """
+    if one.interrupted or other.interrupted:
+        raise ReportError("a run that was interrupted says nothing of what it did not reach: run it again")
     first = {result.name: result.verdict.value for result in one.results}
     second = {result.name: result.verdict.value for result in other.results}
     return [
@@ -269,7 +279,7 @@ def _suite(harness: Harness, ran: set[str]) -> SuiteVersions:
         version=importlib.metadata.version(SUITE),
         core=importlib.metadata.version(CORE),
         api=API,
-        complete=ran == {prop.name for prop in PROPERTIES},
+        complete=ran == NAMES,
         effort={name: effort[name] for name in sorted(effort)},
         reduced=tuple(sorted(less)),
     )

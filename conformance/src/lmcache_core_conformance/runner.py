@@ -27,11 +27,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of one run, in the suite's order. `started` is Unix time."""
+    """The results of one run, in the suite's order. `started` is Unix time.
+
+    Of an interrupted run they are those of the properties that had been judged by then.
+    """
 
     results: tuple[Result, ...]
     started: float
     seconds: float
+    interrupted: bool = False
 
     def of(self, verdict: Verdict) -> tuple[Result, ...]:
         return tuple(result for result in self.results if result.verdict is verdict)
@@ -39,6 +43,14 @@ class Report:
     @property
     def failed(self) -> bool:
         return bool(self.of(Verdict.FAILED))
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted; `report` says what had been run before."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"interrupted after {len(report.results)} properties")
+        self.report = report
 
 
 def run(
@@ -55,7 +67,7 @@ def run(
     Raises:
         ValueError: a group or property is not known, or a deviation is not what it should be.
         TypeError: a deviation is not even that.
-        KeyboardInterrupt: interrupted; what the property under way had opened is closed and removed.
+        Interrupted: by Ctrl-C; what the property under way had opened is closed and removed.
     """
     known_groups = {group.group for group in GROUPS}
     for unknown in sorted(set(groups or ()) - known_groups):
@@ -64,17 +76,23 @@ def run(
         raise ValueError(f"no property {unknown!r}")
     deviations = deviations_of(harness, NAMES)
     started, clock = time.time(), time.monotonic()
-    results = []
-    for prop in PROPERTIES:
-        if groups is not None and prop.group not in groups:
-            continue
-        if properties is not None and prop.name not in properties:
-            continue
-        result = judge(harness, prop, deviations.get(prop.name))
-        results.append(result)
-        if on_result is not None:
-            on_result(result)
-    return Report(tuple(results), started, time.monotonic() - clock)
+    results: list[Result] = []
+
+    def report(*, interrupted: bool) -> Report:
+        return Report(tuple(results), started, time.monotonic() - clock, interrupted)
+
+    try:
+        for prop in PROPERTIES:
+            if groups is not None and prop.group not in groups:
+                continue
+            if properties is not None and prop.name not in properties:
+                continue
+            results.append(judge(harness, prop, deviations.get(prop.name)))
+            if on_result is not None:
+                on_result(results[-1])
+    except KeyboardInterrupt as error:
+        raise Interrupted(report(interrupted=True)) from error
+    return report(interrupted=False)
 
 
 def judge(

@@ -26,8 +26,8 @@ _before: frozenset[threading.Thread] = frozenset()
 _rounds: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 
 
-class Stopped(SystemExit):
-    """Raised in the threads of a property when the run is interrupted."""
+class Stopped(BaseException):
+    """Raised in the threads of a property when the run is interrupted. No Exception: nobody handles it."""
 
 
 def bounded(work: Callable[[], None], limit_s: float) -> None:

@@ -1,0 +1,158 @@
+"""A run that is interrupted: everything is taken away again, and what is written says how far it came."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from conformance_backends.harness import SmallHarness
+from conformance_backends.memory import MemoryBackend
+from lmcache_core_conformance import command, describe, encode
+from lmcache_core_conformance.html import headline
+from lmcache_core_conformance.report import ReportDocument, parse
+from lmcache_core_conformance.runner import Interrupted, Result, run
+
+PROGRAM = """
+import contextlib, signal, sys, threading
+from pathlib import Path
+from conformance_backends.files import FileBackend
+from conformance_backends.harness import SmallHarness
+from lmcache_core.registry import BackendSpec, Registry
+from lmcache_core_conformance import command, describe, encode
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner may have it ignored
+
+class Stuck(FileBackend):
+    def stat_many(self, keys, call):
+        print("inside", flush=True)
+        threading.Event().wait()
+
+class StuckHarness(SmallHarness):
+    limit_s = 60.0
+
+    def __init__(self):
+        super().__init__(Stuck)
+
+class WaitsInFaults(SmallHarness):
+    limit_s = 60.0
+
+    def __init__(self):
+        super().__init__(FileBackend)
+
+    @contextlib.contextmanager
+    def faulty(self, tmp, fault):
+        marker = Path("the-fault-is-there")
+        marker.touch()
+        try:
+            print("inside", flush=True)
+            while True:
+                threading.Event().wait(0.05)
+            yield
+        finally:
+            marker.unlink()
+
+if __name__ == "__main__":
+    import program
+
+    registry = Registry()
+    for backend in (FileBackend, program.Stuck):
+        name = backend.__name__.lower()
+        registry.add(BackendSpec(name, f"{backend.__module__}:{backend.__name__}", (1, 0)), backend)
+    command.discover = lambda: registry
+    command.conformance()
+"""
+
+
+_FILES = ("--directory", "stores", "--report", "out.json", "--html", "out.html")
+
+
+@dataclass
+class Ended:
+    """What an interrupted run left."""
+
+    code: int
+    told: str
+    report: ReportDocument
+    page: str
+
+
+def interrupted(tmp_path: Path, number: signal.Signals, *arguments: str) -> Ended:
+    """Runs the command until it is inside the backend or hook that waits, and sends the signal."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "stores").mkdir()
+    (tmp_path / "out.json").write_text("of an earlier run")
+    process = subprocess.Popen(
+        [sys.executable, "program.py", "run", *arguments, *_FILES],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    told = ""
+    for line in process.stdout:
+        told += line
+        if line == "inside\n":
+            break
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=60)
+    report = parse((tmp_path / "out.json").read_bytes())
+    return Ended(process.returncode, told + rest, report, (tmp_path / "out.html").read_text())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_undoes_its_fault_and_reports_how_far_it_came(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    harness = ("--harness", "program:WaitsInFaults")
+    ended = interrupted(tmp_path, number, "--backend", "filebackend", "--group", "deadline", *harness)
+    assert ended.code == code, ended.told
+    assert "interrupted: the rest was not run" in ended.told
+    assert "Traceback" not in ended.told
+    assert not (tmp_path / "the-fault-is-there").exists()
+    assert list((tmp_path / "stores").iterdir()) == []
+    assert ended.report.interrupted
+    assert not ended.report.suite.complete
+    assert [result.name for result in ended.report.results][:1] == ["test_an_expired_call_changes_nothing"]
+    assert "The run was interrupted before its end." in ended.page
+
+
+def test_a_backend_that_never_returns_does_not_keep_an_interrupted_run_from_ending(tmp_path: Path) -> None:
+    harness = ("--harness", "program:StuckHarness")
+    ended = interrupted(tmp_path, signal.SIGTERM, "--backend", "stuck", "--group", "round-trip", *harness)
+    assert ended.code == 143, ended.told
+    assert list((tmp_path / "stores").iterdir()) == []
+    assert ended.report.interrupted
+
+
+def test_a_program_gets_what_was_run_before_it_was_interrupted() -> None:
+    def stop(result: Result) -> None:
+        if result.prop.name == "test_reading_twice_gives_the_same_bytes":
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as caught:
+        run(SmallHarness(MemoryBackend), groups=["round-trip"], on_result=stop)
+    assert caught.value.report.interrupted
+    assert caught.value.report.results[-1].prop.name == "test_reading_twice_gives_the_same_bytes"
+
+
+def test_reports_of_interrupted_runs_are_not_compared(tmp_path: Path) -> None:
+    harness = SmallHarness(MemoryBackend)
+    whole = describe(run(harness, groups=["sizes"]), harness)
+    cut = msgspec.structs.replace(whole, interrupted=True)
+    assert headline(cut)[1] == "What was run passed. The run was interrupted before its end."
+    files = [tmp_path / "whole.json", tmp_path / "cut.json"]
+    for file, document in zip(files, (whole, cut), strict=True):
+        file.write_bytes(encode(document))
+    result = CliRunner().invoke(command.conformance, ["compare", *map(str, files)])
+    assert result.exit_code == 2
+    assert "a run that was interrupted says nothing of what it did not reach" in result.output
