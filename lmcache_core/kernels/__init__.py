@@ -1,6 +1,7 @@
 """Moving KV between an engine's paged tensors and frame payloads. Importing this does not load torch."""
 
 from lmcache_core.kernels.layout import KVContent
-from lmcache_core.kernels.reference import PagedKV
+from lmcache_core.kernels.opaque import OpaqueBlocks
+from lmcache_core.kernels.paged import PagedKV
 
-__all__ = ["KVContent", "PagedKV"]
+__all__ = ["KVContent", "OpaqueBlocks", "PagedKV"]

@@ -1,4 +1,4 @@
-"""What one engine layer's KV looks like: planes of `[heads, blocks, block slots, width]`, by strides.
+"""An engine's KV as data: for each layer one or two planes, each a base address and strides.
 
 An axes string names the dimensions of the engine's tensors, outermost first:
 
@@ -6,7 +6,8 @@ An axes string names the dimensions of the engine's tensors, outermost first:
     h  KV head               s  slot inside a block         e  K and V of one token and head, adjacent
     t  token slot            d  elements of K (or of V)        (2 x d elements)
 
-A token's slot is its position in `t`, or block x block slots + place in the block.
+A token's slot is its position in `t`, or block x block slots + place in the block. Without `c`, `e` and `h`
+the `d` elements are one latent for all heads (MLA), which has no V.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from lmcache_core.errors import UnsupportedModel
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_PAIR_AXES = frozenset("bhtd")
-_BLOCK_AXES = (frozenset("cnshd"), frozenset("nshe"))
+_ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_PAIR_AXES = (frozenset("bhtd"), frozenset("htd"))
+_BLOCK_AXES = (frozenset("cnshd"), frozenset("nshe"), frozenset("nsd"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,17 @@ class KVContent:
     """The bytes of one token and head: `dim` elements of K, then `dim` of V, little-endian `dtype`.
 
     Its text is the content format of a part: `kv float32 64`. A segment in it is `[heads, tokens, 2 x dim]`,
-    row-major and without gaps (docs/adr/0003-payload-order.md).
+    row-major and without gaps (docs/adr/0003-payload-order.md). A latent has `dim` elements and no V:
+    `mla bfloat16 576`, one head.
 
     Raises:
-        UnsupportedModel: a dtype other than float32, bfloat16 and float16.
+        UnsupportedModel: a dtype other than those of `_ITEM_NBYTES`.
         ValueError: `dim` is not positive.
     """
 
     dtype: str
     dim: int
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEM_NBYTES:
@@ -48,11 +51,15 @@ class KVContent:
 
     @property
     def text(self) -> str:
-        return f"kv {self.dtype} {self.dim}"
+        return f"{'mla' if self.latent else 'kv'} {self.dtype} {self.dim}"
+
+    @property
+    def item_nbytes(self) -> int:
+        return _ITEM_NBYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        return 2 * self.dim * _ITEM_NBYTES[self.dtype]
+        return (1 if self.latent else 2) * self.dim * self.item_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +87,45 @@ class Plane:
         return heads // width, blocks // width, slots // width
 
 
-def pair_planes(keys: Sequence[Tensor], values: Sequence[Tensor], axes: str, row: int) -> list[list[Plane]]:
-    """Planes of one batch row of separate K and V tensors, a layer each.
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """Every layer's planes. The tensors' memory lives as long as this does."""
+
+    layers: Sequence[Sequence[Plane]]
+    content: KVContent
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.layers[0][0].tensor.shape[0]
+
+    @property
+    def block_slots(self) -> int:
+        return self.layers[0][0].tensor.shape[2]
+
+    @property
+    def num_slots(self) -> int:
+        return self.layers[0][0].tensor.shape[1] * self.block_slots
+
+
+def pairs_layout(keys: Sequence[Tensor], values: Sequence[Tensor], axes: str, row: int) -> PagedLayout:
+    """One batch row of separate K and V tensors, a layer each.
 
     Raises:
         UnsupportedModel: the tensors don't fit `axes`, each other, or what a plane must be.
         ValueError: `axes` or `row` make no sense, or there is no layer.
     """
-    if len(axes) != 4 or set(axes) != _PAIR_AXES:
-        raise ValueError(f"axes {axes!r} are not a permutation of 'bhtd'")
+    if len(set(axes)) != len(axes) or frozenset(axes) not in _PAIR_AXES:
+        raise ValueError(f"axes {axes!r} are not a permutation of 'bhtd' or 'htd'")
     if len(keys) != len(values):
         raise UnsupportedModel(f"{len(keys)} layers of K, {len(values)} of V")
     _check_alike([*keys, *values], axes)
+    if "b" not in axes:
+        axes = f"b{axes}"
+        keys, values = ([tensor.unsqueeze(0) for tensor in half] for half in (keys, values))
     batch = keys[0].shape[axes.index("b")]
     if not 0 <= row < batch:
         raise ValueError(f"row {row} of a batch of {batch}")
@@ -101,37 +135,53 @@ def pair_planes(keys: Sequence[Tensor], values: Sequence[Tensor], axes: str, row
     def plane(tensor: Tensor, layer: int, column: int) -> Plane:
         return _plane(tensor.permute(order)[row].unsqueeze(1), layer, column)
 
-    return [
-        [plane(k, layer, 0), plane(v, layer, dim)]
-        for layer, (k, v) in enumerate(zip(keys, values, strict=True))
-    ]
+    return PagedLayout(
+        [
+            [plane(k, layer, 0), plane(v, layer, dim)]
+            for layer, (k, v) in enumerate(zip(keys, values, strict=True))
+        ],
+        KVContent(_dtype_name(keys[0]), dim),
+    )
 
 
-def block_planes(layers: Sequence[Tensor], axes: str) -> list[list[Plane]]:
-    """Planes of one block tensor a layer.
+def blocks_layout(layers: Sequence[Tensor], axes: str) -> PagedLayout:
+    """One block tensor a layer.
 
     Raises:
         UnsupportedModel: the tensors don't fit `axes`, each other, or what a plane must be.
         ValueError: `axes` make no sense, or there is no layer.
     """
     if len(set(axes)) != len(axes) or frozenset(axes) not in _BLOCK_AXES:
-        raise ValueError(f"axes {axes!r} are not a permutation of 'cnshd' or 'nshe'")
+        raise ValueError(f"axes {axes!r} are not a permutation of 'cnshd', 'nshe' or 'nsd'")
     _check_alike(layers, axes)
     shape = dict(zip(axes, layers[0].shape, strict=True))
+    dtype = _dtype_name(layers[0])
     if "e" in axes:
         if shape["e"] % 2:
             raise UnsupportedModel(f"K and V can't share {shape['e']} elements equally")
         order = [axes.index(axis) for axis in "hnse"]
-        return [[_plane(tensor.permute(order), layer, 0)] for layer, tensor in enumerate(layers)]
+        planes = [[_plane(tensor.permute(order), layer, 0)] for layer, tensor in enumerate(layers)]
+        return PagedLayout(planes, KVContent(dtype, shape["e"] // 2))
+    if "h" not in axes:
+        order = [axes.index(axis) for axis in "nsd"]
+        planes = [
+            [_plane(tensor.permute(order).unsqueeze(0), layer, 0)] for layer, tensor in enumerate(layers)
+        ]
+        return PagedLayout(planes, KVContent(dtype, shape["d"], latent=True))
     if shape["c"] != 2:
         raise UnsupportedModel(
             f"the K/V axis has {shape['c']} entries, not 2, in shape {_numbers(layers[0])}"
         )
     order = [axes.index(axis) for axis in "chnsd"]
-    return [
+    planes = [
         [_plane(tensor.permute(order)[c], layer, c * shape["d"]) for c in range(2)]
         for layer, tensor in enumerate(layers)
     ]
+    return PagedLayout(planes, KVContent(dtype, shape["d"]))
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _check_alike(tensors: Sequence[Tensor], axes: str) -> None:

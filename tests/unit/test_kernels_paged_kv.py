@@ -1,4 +1,4 @@
-"""Gather and scatter against an oracle that indexes one element at a time."""
+"""Gather and scatter, by torch and by the compiled kernels, against an oracle that indexes by element."""
 
 from __future__ import annotations
 
@@ -10,11 +10,26 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from lmcache_core.errors import UnsupportedModel
-from lmcache_core.kernels import PagedKV
+from lmcache_core.kernels import PagedKV, paged
+from lmcache_core.kernels.compiled import native_library
 
 LAYERS, HEADS, DIM = 3, 2, 4
 BLOCKS, BLOCK_SLOTS = 5, 3
 SENTINEL = -7.0
+
+
+MOVERS = ["reference"] if native_library() is None else ["reference", "compiled"]
+
+
+needs_kernels = pytest.mark.parametrize("mover", MOVERS[1:], indirect=True)
+
+
+@pytest.fixture(params=MOVERS, autouse=True)
+def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test holds for both ways to move KV."""
+    if request.param == "reference":
+        monkeypatch.setattr(paged, "native_library", lambda: None)
+    return request.param
 
 
 def number(layer: int, kv: int, head: int, slot: int, element: int) -> float:
@@ -185,7 +200,9 @@ def test_strided_views_into_larger_storage_are_read_and_written_in_place() -> No
     assert torch.all(storage[:, -1] == SENTINEL)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_bits_survive_unchanged_in_every_dtype(dtype: torch.dtype) -> None:
     """Not-a-number patterns, infinities and subnormals are bytes like any other."""
     itemsize = dtype.itemsize
@@ -308,6 +325,7 @@ def test_tensors_of_inference_mode_and_of_training_are_both_moved(slots: range |
         assert keys[0].abs().sum().item() == 0
 
 
+@pytest.mark.parametrize("mover", ["reference"], indirect=True)
 def test_nothing_larger_than_an_index_is_allocated() -> None:
     """Counted by torch's own profiler, so a fresh tensor anywhere in gather or scatter is seen."""
     keys = [torch.zeros(1, HEADS, 600, 64) for _ in range(LAYERS)]
@@ -324,6 +342,7 @@ def test_nothing_larger_than_an_index_is_allocated() -> None:
     assert largest <= 8 * 512 * HEADS * 2 < payload[0].nbytes // 8
 
 
+@pytest.mark.parametrize("mover", ["reference"], indirect=True)
 def test_whole_blocks_in_a_row_are_copied_at_once() -> None:
     kv = PagedKV.from_blocks([torch.zeros(2, 40, 16, HEADS, 64) for _ in range(LAYERS)], axes="cnshd")
     payload = new_payload(512, dim=64)
@@ -459,13 +478,13 @@ def test_a_read_only_payload_is_scattered_and_not_gathered_into() -> None:
         (range(0, 8, 2), new_payload(4), "range"),
         (range(14, 16), new_payload(2), "among 15"),
         (range(-1, 1), new_payload(2), "among 15"),
-        (torch.tensor([0, 15]), new_payload(2), "0 to 15"),
-        (torch.tensor([-1, 3]), new_payload(2), "-1 to 3"),
+        (torch.tensor([0, 15]), new_payload(2), "token 1 of frame 0: slot 15 is not among 15"),
+        (torch.tensor([3, -2]), new_payload(2), "token 1 of frame 0: slot -2 is not among 15"),
         (torch.tensor([0.0]), new_payload(1), "float32"),
         (torch.tensor([[0]]), new_payload(1), r"\[1, 1\]"),
         (torch.tensor([], dtype=torch.int64), new_payload(1), r"\[0\]"),
         (torch.zeros(1, dtype=torch.int64, device="meta"), new_payload(1), "meta"),
-        (range(2), new_payload(3), "segment 0 must be 128"),
+        (range(2), new_payload(3), "segment 0 of frame 0 must be 128"),
         (range(2), new_payload(2)[:2], "2 payload segments for 3 layers"),
         (range(2), [memory[::2] for memory in new_payload(4)], "contiguous"),
     ],
@@ -488,3 +507,182 @@ def test_scatter_refuses_a_slot_named_twice() -> None:
     kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
     with pytest.raises(ValueError, match="named twice"):
         kv.scatter(torch.tensor([3, 4, 3]), new_payload(3))
+
+
+def test_scatter_refuses_a_slot_that_two_frames_name_and_writes_neither() -> None:
+    layers = [torch.full(block_shape("cnshd"), SENTINEL) for _ in range(LAYERS)]
+    kv = PagedKV.from_blocks(layers, axes="cnshd")
+    with pytest.raises(ValueError, match="token 2 of frame 1: slot 3 is named twice"):
+        kv.scatter_many([(range(4), new_payload(4)), (torch.tensor([9, 8, 3]), new_payload(3))])
+    assert all(torch.all(tensor == SENTINEL) for tensor in layers)
+
+
+@pytest.mark.parametrize("axes", BLOCK_AXES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_hole_is_left_alone_on_both_sides(axes: str, dtype: torch.dtype) -> None:
+    slots = [-1, 14, -1, 0, 1, -1]
+    index = torch.tensor(slots, dtype=dtype)
+    payload = new_payload(len(slots))
+    PagedKV.from_blocks(numbered_blocks(axes), axes=axes).gather(index, payload)
+    untouched = memoryview(b"\xa5" * 4).cast("f")[0]
+    for layer, numbers in enumerate(payload_numbers(payload)):
+        want = [
+            untouched if slot < 0 else number(layer, kv, head, slot, element)
+            for head in range(HEADS)
+            for slot in slots
+            for kv in range(2)
+            for element in range(DIM)
+        ]
+        assert numbers == want
+    layers = [torch.full(block_shape(axes), SENTINEL) for _ in range(LAYERS)]
+    PagedKV.from_blocks(layers, axes=axes).scatter(index, payload)
+    for layer, tensor in enumerate(layers):
+        for kv, head, slot, element in places(BLOCKS * BLOCK_SLOTS):
+            want_one = number(layer, kv, head, slot, element) if slot in slots else SENTINEL
+            assert tensor[block_place(axes, kv, head, slot, element)].item() == want_one
+
+
+def test_nothing_but_holes_moves_nothing() -> None:
+    layers = numbered_blocks("nhse")
+    before = [tensor.clone() for tensor in layers]
+    kv = PagedKV.from_blocks(layers, axes="nhse")
+    payload = new_payload(2)
+    for move in (kv.gather, kv.scatter):
+        move(torch.tensor([-1, -1]), payload)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(layers, before, strict=True))
+    assert {byte for memory in payload for byte in memory} == {0xA5}
+
+
+def test_several_frames_are_moved_by_one_call() -> None:
+    kv = PagedKV.from_blocks(numbered_blocks("nshe"), axes="nshe")
+    frames: list[tuple[range | torch.Tensor, list[memoryview]]] = [
+        (range(2, 9), new_payload(7)),
+        (torch.tensor([14, 0], dtype=torch.int32), new_payload(2)),
+        (torch.tensor([5, 4, 5]), new_payload(3)),
+    ]
+    kv.gather_many(frames)
+    assert [payload_numbers(payload) for _, payload in frames] == [
+        expected_numbers(slots) for slots in (range(2, 9), [14, 0], [5, 4, 5])
+    ]
+    layers = [torch.full(block_shape("nshe"), SENTINEL) for _ in range(LAYERS)]
+    PagedKV.from_blocks(layers, axes="nshe").scatter_many([*frames[:1], (range(10, 12), frames[1][1])])
+    for layer, tensor in enumerate(layers):
+        for kv_, head, slot, element in places(BLOCKS * BLOCK_SLOTS):
+            source = {10: 14, 11: 0}.get(slot, slot)
+            written = slot in range(2, 9) or slot in (10, 11)
+            want = number(layer, kv_, head, source, element) if written else SENTINEL
+            assert tensor[block_place("nshe", kv_, head, slot, element)].item() == want
+    kv.gather_many([])
+
+
+def test_one_frame_that_does_not_fit_keeps_every_frame_from_being_written() -> None:
+    kv = PagedKV.from_blocks(numbered_blocks("nshe"), axes="nshe")
+    first = new_payload(2)
+    with pytest.raises(ValueError, match="token 0 of frame 1: slot 15"):
+        kv.gather_many([(range(2), first), (torch.tensor([15]), new_payload(1))])
+    with pytest.raises(ValueError, match="segment 2 of frame 1 must be 64"):
+        kv.gather_many([(range(2), first), (range(1), new_payload(1)[:2] + new_payload(2)[:1])])
+    assert {byte for memory in first for byte in memory} == {0xA5}
+
+
+def test_token_pools_without_a_batch_are_read_by_slot() -> None:
+    """SGLang: `k_buffer[layer]` and `v_buffer[layer]` are `[slots, heads, dim]`."""
+    keys, values = numbered_pairs("bthd", rows=1, row=0, num_slots=11)
+    kv = PagedKV.from_pairs([k[0] for k in keys], [v[0] for v in values], axes="thd")
+    payload = new_payload(4)
+    kv.gather(torch.tensor([7, 1, 10, 2]), payload)
+    assert payload_numbers(payload) == expected_numbers([7, 1, 10, 2])
+
+
+@pytest.mark.parametrize("axes", ["nsd", "snd"])
+def test_a_latent_has_one_plane_and_no_v(axes: str) -> None:
+    sizes = {"n": 4, "s": 3, "d": 5}
+    layers = []
+    for layer in range(LAYERS):
+        tensor = torch.full([sizes[axis] for axis in axes], SENTINEL)
+        for slot, element in itertools.product(range(12), range(5)):
+            place = {"n": slot // 3, "s": slot % 3, "d": element}
+            tensor[tuple(place[axis] for axis in axes)] = layer * 100 + slot * 5 + element
+        layers.append(tensor)
+    kv = PagedKV.from_blocks(layers, axes=axes)
+    assert (kv.content_format, kv.content_nbytes, kv.num_heads) == ("mla float32 5", 20, 1)
+    payload = [memoryview(bytearray(3 * 20)) for _ in range(LAYERS)]
+    kv.gather(torch.tensor([11, 0, 4]), payload)
+    want = [
+        [float(layer * 100 + slot * 5 + e) for slot in (11, 0, 4) for e in range(5)]
+        for layer in range(LAYERS)
+    ]
+    assert payload_numbers(payload) == want
+    target = [torch.full_like(tensor, SENTINEL) for tensor in layers]
+    PagedKV.from_blocks(target, axes=axes).scatter(torch.tensor([11, 0, 4]), payload)
+    for got, tensor in zip(target, layers, strict=True):
+        assert (got != SENTINEL).sum() == 15
+        assert torch.all((got == SENTINEL) | (got == tensor))
+
+
+@needs_kernels
+def test_payloads_that_overlap_each_other_or_the_engine_are_refused() -> None:
+    storage = torch.zeros(2 * BLOCKS * BLOCK_SLOTS * HEADS * DIM * LAYERS)
+    layers = list(storage.view(LAYERS, 2, BLOCKS, BLOCK_SLOTS, HEADS, DIM))
+    kv = PagedKV.from_blocks(layers, axes="cnshd")
+    memory = memoryview(bytearray(4 * 128))
+    shared = [memory[:128], memory[256:384], memory[320:448]]
+    with pytest.raises(ValueError, match="segment 2 of frame 0 overlaps another one"):
+        kv.gather(range(2), shared)
+    kv.scatter(range(2), shared)  # reading the same bytes twice harms nobody
+    inside = memoryview(storage.numpy()).cast("B")[64:192]
+    for move in (kv.gather, kv.scatter):
+        with pytest.raises(ValueError, match="segment 1 of frame 0 overlaps the engine's own memory"):
+            move(range(2), [memory[:128], inside, memory[128:256]])
+
+
+@needs_kernels
+def test_a_payload_is_free_again_after_each_call_and_each_refusal() -> None:
+    kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
+    memory = [bytearray(128) for _ in range(LAYERS)]
+    kv.gather(range(2), [memoryview(segment) for segment in memory])
+    kv.scatter(range(2), [memoryview(segment).toreadonly() for segment in memory])
+    with pytest.raises(ValueError, match="read-only"):
+        kv.gather(
+            range(2), [memoryview(memory[0]), memoryview(memory[1]).toreadonly(), memoryview(memory[2])]
+        )
+    with pytest.raises(ValueError, match="segment 2"):
+        kv.gather(range(2), [memoryview(memory[0]), memoryview(memory[1]), memoryview(memory[2])[:64]])
+    for segment in memory:
+        segment.append(0)  # BufferError while anything still holds it
+
+
+@needs_kernels
+def test_more_threads_move_the_same_bytes() -> None:
+    keys = [
+        torch.randint(0, 100, [1, 8, 900, 64], dtype=torch.int32).view(torch.float32) for _ in range(LAYERS)
+    ]
+    slots = torch.randperm(900)[:700]
+    payloads = []
+    for threads in (1, 3):
+        payload = new_payload(700, num_heads=8, dim=64)
+        PagedKV.from_pairs(keys, keys, threads=threads).gather(slots, payload)
+        payloads.append([bytes(memory) for memory in payload])
+    assert payloads[0] == payloads[1]
+    with pytest.raises(ValueError, match="threads must be at least 1, not 0"):
+        PagedKV.from_pairs(keys, keys, threads=0)
+
+
+def test_a_library_that_does_not_load_is_told_once_and_torch_moves_the_kv(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lmcache_core_kernels import abi
+
+    def broken() -> None:
+        raise OSError("wrong ELF class")
+
+    monkeypatch.setattr(abi, "host_library", broken)
+    native_library.cache_clear()
+    try:
+        assert native_library() is None
+        assert native_library() is None
+    finally:
+        native_library.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "lmcache-core-kernels can't be used, KV is moved by torch instead: wrong ELF class"
+    ]

@@ -1,0 +1,110 @@
+// Copying and hashing, compiled once for each instruction set (LMCK_ISA names it, flags select it).
+//
+// No C++ library header here: its inline functions would be compiled for this instruction set, and the linker
+// could then keep that copy for every processor.
+#include "isa.h"
+
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#define XXH_INLINE_ALL
+#include "xxhash.h"
+
+namespace lmck {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kLane = 64;
+inline void stream_lane(char *to, const char *from) {
+  _mm512_stream_si512(reinterpret_cast<__m512i *>(to), _mm512_loadu_si512(from));
+}
+#elif defined(__AVX2__)
+constexpr int64_t kLane = 32;
+inline void stream_lane(char *to, const char *from) {
+  _mm256_stream_si256(reinterpret_cast<__m256i *>(to), _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
+}
+#elif defined(__SSE2__)
+constexpr int64_t kLane = 16;
+inline void stream_lane(char *to, const char *from) {
+  _mm_stream_si128(reinterpret_cast<__m128i *>(to), _mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+}
+#else
+constexpr int64_t kLane = 16;
+inline void stream_lane(char *to, const char *from) { memcpy(to, from, kLane); }
+#endif
+
+void stream_row(char *to, const char *from, int64_t nbytes) {
+  const int64_t ahead = -static_cast<int64_t>(reinterpret_cast<uintptr_t>(to)) & (kLane - 1);
+  if (ahead) {
+    const int64_t head = ahead < nbytes ? ahead : nbytes;
+    memcpy(to, from, static_cast<size_t>(head));
+    to += head, from += head, nbytes -= head;
+  }
+  for (; nbytes >= 4 * kLane; nbytes -= 4 * kLane, to += 4 * kLane, from += 4 * kLane) {
+    stream_lane(to, from);
+    stream_lane(to + kLane, from + kLane);
+    stream_lane(to + 2 * kLane, from + 2 * kLane);
+    stream_lane(to + 3 * kLane, from + 3 * kLane);
+  }
+  for (; nbytes >= kLane; nbytes -= kLane, to += kLane, from += kLane) stream_lane(to, from);
+  if (nbytes) memcpy(to, from, static_cast<size_t>(nbytes));
+}
+
+void copy(const Box &box, bool stream) {
+  const Axis &outer = box.axes[0], &middle = box.axes[1], &inner = box.axes[2];
+  for (int64_t i = 0; i < outer.count; ++i) {
+    for (int64_t j = 0; j < middle.count; ++j) {
+      char *to = reinterpret_cast<char *>(box.to) + i * outer.to_stride + j * middle.to_stride;
+      const char *from =
+          reinterpret_cast<const char *>(box.from) + i * outer.from_stride + j * middle.from_stride;
+      for (int64_t k = 0; k < inner.count; ++k, to += inner.to_stride, from += inner.from_stride) {
+        if (stream) {
+          stream_row(to, from, box.row_nbytes);
+        } else {
+          memcpy(to, from, static_cast<size_t>(box.row_nbytes));
+        }
+      }
+    }
+  }
+}
+
+void fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kBatch = 64;
+
+uint64_t checksum(const void *memory, int64_t nbytes) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "page digests are hashed as little-endian words");
+  const char *page = static_cast<const char *>(memory);
+  uint64_t digests[kBatch];
+  if (nbytes <= kBatch * kPage) {
+    const int64_t num_pages = nbytes / kPage;
+    for (int64_t i = 0; i < num_pages; ++i) digests[i] = XXH3_64bits(page + i * kPage, kPage);
+    return XXH3_64bits(digests, static_cast<size_t>(num_pages) * sizeof digests[0]);
+  }
+  XXH3_state_t state;
+  XXH3_64bits_reset(&state);
+  for (int64_t left = nbytes / kPage; left > 0;) {
+    const int64_t num_pages = left < kBatch ? left : kBatch;
+    for (int64_t i = 0; i < num_pages; ++i, page += kPage) digests[i] = XXH3_64bits(page, kPage);
+    XXH3_64bits_update(&state, digests, static_cast<size_t>(num_pages) * sizeof digests[0]);
+    left -= num_pages;
+  }
+  return XXH3_64bits_digest(&state);
+}
+
+}  // namespace
+
+#define LMCK_TEXT(name) #name
+#define LMCK_STRING(name) LMCK_TEXT(name)
+extern const Instructions LMCK_TABLE;
+const Instructions LMCK_TABLE = {LMCK_STRING(LMCK_ISA), copy, fence, checksum};
+
+}  // namespace lmck

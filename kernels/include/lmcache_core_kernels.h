@@ -1,0 +1,83 @@
+/* The C ABI of lmcache-core-kernels: moving KV between an engine's paged memory and frame payloads.
+ *
+ * No framework, no Python: addresses, strides in bytes, and counts. Every function is thread-safe, keeps
+ * nothing, and returns LMCK_OK or says what is wrong before it has written a byte.
+ */
+#ifndef LMCACHE_CORE_KERNELS_H
+#define LMCACHE_CORE_KERNELS_H
+
+#include <stdint.h>
+
+#define LMCK_ABI 1
+#define LMCK_EXPORT __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum lmck_status {
+  LMCK_OK = 0,
+  LMCK_BAD_SLOT = 1,  /* fault: frame, token, slot; neither -1 nor among num_slots */
+  LMCK_SLOT_TWICE = 2, /* fault: frame, token, slot; a scatter would write it twice */
+  LMCK_OVERLAP = 3,   /* fault: frame, layer; the segment overlaps another one or the engine's memory */
+  LMCK_BAD_SHAPE = 4, /* a count that is not positive, or more planes than two */
+  LMCK_NO_MEMORY = 5,
+  LMCK_CUDA = 6,      /* fault.value: the cudaError_t */
+};
+
+/* Where one layer keeps K, V, or both of every token: row [head][slot], row_nbytes without gaps, lies at
+ * base + head * head_stride + slot / block_slots * block_stride + slot % block_slots * slot_stride. */
+typedef struct lmck_plane {
+  uint64_t base;
+  int64_t head_stride, block_stride, slot_stride; /* bytes */
+} lmck_plane;
+
+typedef struct lmck_layout {
+  const lmck_plane *planes; /* [num_layers][num_planes] */
+  int64_t num_layers;
+  int64_t num_planes; /* 2 where K and V lie apart, else 1 */
+  int64_t num_heads, num_slots, block_slots;
+  int64_t row_nbytes; /* of one token and head in one plane */
+} lmck_layout;
+
+/* One chunk: token i lies in slots[i], -1 being a hole that is skipped, or in first_slot + i without slots.
+ * A segment is [heads, tokens, planes, row_nbytes] without gaps. */
+typedef struct lmck_frame {
+  const void *slots; /* int32_t or int64_t, or NULL */
+  const uint64_t *segments; /* addresses, one a layer */
+  int64_t slot_nbytes; /* 4 or 8 */
+  int64_t first_slot;
+  int64_t num_tokens;
+} lmck_frame;
+
+typedef struct lmck_fault {
+  int64_t frame, place, value;
+} lmck_fault;
+
+LMCK_EXPORT int32_t lmck_abi(void);
+/* The instruction set that the running processor is served with: "avx512", "avx2" or "baseline". */
+LMCK_EXPORT const char *lmck_instructions(void);
+
+LMCK_EXPORT int32_t lmck_gather(const lmck_layout *layout, const lmck_frame *frames, int64_t num_frames,
+                                int32_t num_threads, lmck_fault *fault);
+LMCK_EXPORT int32_t lmck_scatter(const lmck_layout *layout, const lmck_frame *frames, int64_t num_frames,
+                                 int32_t num_threads, lmck_fault *fault);
+
+/* The device's kernel body run on the host, word by word: index arithmetic that is tested without a GPU.
+ * Checks nothing that the device can't check: a slot out of bounds is skipped and counted in *num_bad_slots. */
+LMCK_EXPORT int32_t lmck_gather_twin(const lmck_layout *layout, const lmck_frame *frame, int64_t *num_bad_slots);
+LMCK_EXPORT int32_t lmck_scatter_twin(const lmck_layout *layout, const lmck_frame *frame, int64_t *num_bad_slots);
+
+/* Takes the Python buffer of each object, by Python's own PyObject_GetBuffer, into an array of Py_buffer (80 bytes
+ * each, stable ABI), and counts those taken; stops at the first that raises. Both are called with the GIL. */
+LMCK_EXPORT void lmck_take_buffers(int (*get_buffer)(void *, void *, int), void *const *objects, char *buffers,
+                                   int64_t count, int32_t flags, int64_t *num_taken);
+LMCK_EXPORT void lmck_release_buffers(void (*release)(void *), char *buffers, int64_t count);
+
+/* XXH3-64 of the little-endian XXH3-64s of 4 KiB pages; nbytes is a multiple of 4096. */
+LMCK_EXPORT uint64_t lmck_checksum(const void *memory, int64_t nbytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

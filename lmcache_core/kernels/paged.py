@@ -1,0 +1,118 @@
+"""`PagedKV`: an engine's KV tensors, read and written in place by token slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from lmcache_core.kernels.compiled import CompiledMover, native_library
+from lmcache_core.kernels.layout import PagedLayout, blocks_layout, pairs_layout
+from lmcache_core.kernels.reference import ReferenceMover
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Slots: TypeAlias = "range | Tensor"
+Payload: TypeAlias = Sequence[memoryview]
+
+
+class Mover(Protocol):
+    """Moves KV between one layout and payloads, in every way that `PagedKV` says."""
+
+    def move(self, frames: Sequence[tuple[Slots, Payload]], *, gathering: bool) -> None: ...
+
+
+class PagedKV:
+    """An engine's KV tensors, read and written in place by token slot.
+
+    A payload is one flat memoryview a layer (writable, to gather) of exactly
+    `heads x tokens x content_nbytes` bytes: `[heads, tokens, 2 x dim]`, K then V. `slots` says where token
+    i lies: a range of consecutive slots, or a 1-D int32 or int64 tensor of them in any order, in which -1 is
+    a hole: its KV is neither read nor written, in the engine or in the payload.
+    Nothing larger than an index is allocated. The compiled kernels do the work where `lmcache-core-kernels`
+    is installed, plain torch operations otherwise; `threads` is for the former.
+    The tensors' memory must stay what it is while this lives: build one anew when a cache grows.
+    One object may be used by several threads as far as their slots and payloads don't overlap.
+    """
+
+    def __init__(self, layout: PagedLayout, *, threads: int = 1) -> None:
+        library = native_library()
+        self._mover: Mover = (
+            ReferenceMover(layout) if library is None else CompiledMover(library, layout, threads)
+        )
+        self.num_layers = layout.num_layers
+        self.num_heads = layout.num_heads
+        self.num_slots = layout.num_slots
+        self.content_format = layout.content.text
+        self.content_nbytes = layout.content.nbytes
+
+    @classmethod
+    def from_pairs(
+        cls,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        *,
+        axes: str = "bhtd",
+        row: int = 0,
+        threads: int = 1,
+    ) -> PagedKV:
+        """One batch row of separate K and V tensors a layer, as Transformers keeps them.
+
+        With left padding, the token at position p of a row lies in slot `pad + p`. Token pools such as
+        SGLang's, `[slots, heads, dim]`, have no batch: axes `thd`.
+
+        Raises:
+            UnsupportedModel: shapes, dtypes, devices or strides that can't be said, with the numbers.
+            ValueError: `axes` is no permutation of `bhtd` or `htd`, `row` is not in the batch, no layer.
+        """
+        import torch
+
+        with torch.inference_mode():
+            return cls(pairs_layout(keys, values, axes, row), threads=threads)
+
+    @classmethod
+    def from_blocks(cls, layers: Sequence[Tensor], *, axes: str, threads: int = 1) -> PagedKV:
+        """One tensor of blocks a layer: axes `cnshd`, `ncshd`, `nhse`, `nshe` or any other order of those.
+
+        Axes `nsd` are latents (MLA): one for all heads, no V.
+
+        Raises:
+            UnsupportedModel: shapes, dtypes, devices or strides that can't be said, with the numbers.
+            ValueError: `axes` is none of the above, no layer.
+        """
+        import torch
+
+        with torch.inference_mode():
+            return cls(blocks_layout(layers, axes), threads=threads)
+
+    def gather(self, slots: Slots, payload: Payload) -> None:
+        """Copies the KV in `slots[i]` to token i of `payload`, for all layers.
+
+        Raises:
+            ValueError: slots or payload don't fit; nothing was written.
+        """
+        self._mover.move([(slots, payload)], gathering=True)
+
+    def scatter(self, slots: Slots, payload: Payload) -> None:
+        """Copies token i of `payload` to `slots[i]`, for all layers. No other slot is touched.
+
+        Raises:
+            ValueError: slots or payload don't fit, or a slot is named twice; nothing was written.
+        """
+        self._mover.move([(slots, payload)], gathering=False)
+
+    def gather_many(self, frames: Sequence[tuple[Slots, Payload]]) -> None:
+        """`gather` for several frames at once: all are checked before any is written.
+
+        Raises:
+            ValueError: as `gather`; nothing was written.
+        """
+        self._mover.move(frames, gathering=True)
+
+    def scatter_many(self, frames: Sequence[tuple[Slots, Payload]]) -> None:
+        """`scatter` for several frames at once: all are checked, together, before any is written.
+
+        Raises:
+            ValueError: as `scatter`; nothing was written.
+        """
+        self._mover.move(frames, gathering=False)
