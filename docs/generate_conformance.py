@@ -48,7 +48,7 @@ instead of a file of options, so that nothing is left unproven.
 | 0 | nothing failed |
 | 1 | a property failed; with `--strict`, one is unproven; with `--enforce-performance`, a floor is missed |
 | 2 | nothing was certified: no such backend, refused options, a store that can't be opened, a missing file |
-| 130, 143 | interrupted (Ctrl-C, SIGTERM): the report is of what had been run, and its `interrupted` says so |
+| 130, 143 | interrupted (Ctrl-C, SIGTERM): the report is of what had been run, as its `interrupted` says |
 
 A report of an earlier run is removed when the run begins, and written whole or not at all when it ends.
 

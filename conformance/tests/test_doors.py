@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -203,3 +207,15 @@ def test_a_backend_that_ends_the_process_fails_the_property_it_was_asked_for() -
     (result,) = run(SmallHarness(Exits), properties=["test_a_value_comes_back_byte_for_byte"]).results
     assert result.verdict is Verdict.FAILED
     assert "SystemExit" in result.reason
+
+
+def test_nothing_is_left_in_the_directory_that_a_run_is_started_in(tmp_path: Path) -> None:
+    code = (
+        "from conformance_backends.harness import SmallHarness\n"
+        "from conformance_backends.memory import MemoryBackend\n"
+        "from lmcache_core_conformance import run\n"
+        "assert not run(SmallHarness(MemoryBackend), groups=['round-trip']).failed\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, configuration, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -41,18 +44,30 @@ def live(bench: Bench) -> None:
         def __init__(self) -> None:
             super().__init__(bench)
 
-    run_state_machine_as_test(
-        Life,
-        settings=settings(
-            max_examples=bench.harness.examples,
-            stateful_step_count=_STEPS,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    with _files_in(bench.directory):
+        run_state_machine_as_test(
+            Life,
+            settings=settings(
+                max_examples=bench.harness.examples,
+                stateful_step_count=_STEPS,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+@contextlib.contextmanager
+def _files_in(directory: Path) -> Iterator[None]:
+    """While inside, hypothesis keeps what it learns of the code there, not in the user's directory."""
+    before = getattr(configuration, "__hypothesis_home_directory", None)
+    configuration.set_hypothesis_home_dir(directory / "hypothesis")
+    try:
+        yield
+    finally:
+        configuration.set_hypothesis_home_dir(before)
 
 
 class _Life(RuleBasedStateMachine):
