@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from lmcache_core_conformance.verdicts import Violation
 
+T = TypeVar("T")
 _PREFIX = "conformance-"
 _MOST_THREADS = 12
 _MOST_FRAMES = 12
@@ -78,12 +80,12 @@ def join(thread: threading.Thread, timeout_s: float = math.inf) -> None:
         thread.join(min(left, _POLL_S))
 
 
-def rounds(total: int) -> Iterator[int]:
-    """The numbers below `total`; meanwhile it is known which of them this thread has come to."""
+def rounds(of: Collection[T]) -> Iterator[T]:
+    """Each of `of`; meanwhile it is known how far this thread has come, should it hang."""
     thread = threading.current_thread()
-    for number in range(total):
-        _rounds[thread] = f"round {number + 1} of {total}"
-        yield number
+    for number, one in enumerate(of, 1):
+        _rounds[thread] = f"round {number} of {len(of)}"
+        yield one
     _rounds.pop(thread, None)
 
 
@@ -102,8 +104,9 @@ def where_threads_stand() -> str:
 
 
 def _new_threads() -> list[threading.Thread]:
+    """Those of the present property: the suite's own first, each in the order of their beginnings."""
     new = [t for t in threading.enumerate() if t not in _before and t is not threading.current_thread()]
-    return sorted(new, key=lambda thread: (not thread.name.startswith(_PREFIX), thread.ident or 0))
+    return sorted(new, key=lambda thread: not thread.name.startswith(_PREFIX))
 
 
 def _stop(thread: threading.Thread) -> None:

@@ -1,0 +1,106 @@
+"""What is shown of a property that hangs: each of its threads, where it stands, and in which round."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from conformance_backends.harness import SmallHarness
+from conformance_backends.memory import MemoryBackend
+from lmcache_core.storage.contract import Call, Item
+from lmcache_core_conformance import Verdict, Violation, run
+from lmcache_core_conformance.timing import in_time
+from lmcache_core_conformance.watch import bounded, rounds
+
+RACE = "test_racing_calls_on_one_key_have_an_order_that_explains_them"
+
+
+class HangsInARace(MemoryBackend):
+    """Holds back whoever comes while another is inside, for ever; a thread of its own waits, too."""
+
+    def get_many(self, items: Sequence[Item], call: Call) -> None:
+        if not threading.current_thread().name.startswith("conformance-race"):
+            return super().get_many(items, call)
+        driver = threading.Thread(target=waits_in_the_driver, args=(threading.Event(),), daemon=True)
+        driver.start()
+        threading.Event().wait()
+        return None
+
+
+def waits_in_the_driver(event: threading.Event) -> None:
+    event.wait()
+
+
+def hang(work: Callable[[], None]) -> str:
+    """What is said of work that hangs."""
+    with pytest.raises(Violation) as caught:
+        bounded(work, 0.2)
+    return str(caught.value)
+
+
+def test_the_threads_of_a_race_and_of_the_backend_are_shown_where_they_hang() -> None:
+    harness = SmallHarness(HangsInARace)
+    harness.limit_s = 0.5
+    harness.rounds = 30
+    [result] = run(harness, properties=[RACE]).results
+    assert result.verdict is Verdict.FAILED
+    told = result.reason.splitlines()
+    assert told[0] == "still running after 0.5 s"
+    assert told[1] == "thread conformance-property, round 1 of 3:"
+    assert "in get_many" in result.reason
+    assert "in waits_in_the_driver" in result.reason
+    racing = [line for line in told if line.startswith("thread conformance-race-")]
+    assert racing
+    assert all("round" in line for line in racing)
+
+
+def test_a_call_that_takes_too_long_is_shown_where_it_stands() -> None:
+    ended = threading.Event()
+
+    def late() -> None:
+        with pytest.raises(Violation, match=r"a get took more than 0\.1 s") as caught:
+            in_time("a get", ended.wait, 0.1)
+        ended.set()
+        assert "thread conformance-call:" in str(caught.value)
+        assert "in wait" in str(caught.value)
+
+    bounded(late, 20)
+
+
+def test_threads_that_were_there_before_are_not_shown() -> None:
+    ended = threading.Event()
+    before = threading.Thread(target=waits_in_the_driver, args=(ended,), daemon=True)
+    before.start()
+    told = hang(lambda: waits_in_the_driver(ended))
+    ended.set()
+    before.join()
+    assert told.count("in waits_in_the_driver") == 1
+
+
+def test_the_round_is_that_of_the_loop_that_hangs() -> None:
+    ended = threading.Event()
+
+    def work() -> None:
+        for number in rounds(["a", "b", "c"]):
+            if number == "b":
+                ended.wait()
+
+    told = hang(work)
+    ended.set()
+    assert "thread conformance-property, round 2 of 3:" in told
+
+
+def test_many_threads_are_shown_by_their_first() -> None:
+    ended = threading.Event()
+
+    def work() -> None:
+        for _ in range(20):
+            threading.Thread(target=waits_in_the_driver, args=(ended,), daemon=True).start()
+        ended.wait()
+
+    told = hang(work)
+    ended.set()
+    assert told.count("\nthread ") == 12
+    assert told.endswith("and 9 threads more\n")
