@@ -81,7 +81,7 @@ class DepotHarness(Harness):
         self._server.ask(b"d", f"{_space(tmp)}/{key}")
 
     def litter(self, tmp: Path) -> None:
-        return
+        self._server.ask(b"p", f"{_space(tmp)}/Foreign key", b"not a value of this backend")
 
     def num_requests(self, tmp: Path) -> int:
         return self._server.ask(b"n", "")[1]

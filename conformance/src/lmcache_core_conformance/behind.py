@@ -37,6 +37,8 @@ class Behind:
     Each is optional: a property that needs a missing one is unproven. A memory tier has nothing behind
     it, and a file tier no server: such properties are not applicable there, and need no hook. (A file
     can be full, read-only and stalled all the same: `faulty` with FULL, READ_ONLY and STALLED.)
+
+    Properties use them through `Reach`, which looks at what each did: one without effect fails them.
     """
 
     def raw_get(self, tmp: Path, key: StorageKey) -> bytes | None:
@@ -55,9 +57,9 @@ class Behind:
         raise Unproven("harness hook `raw_delete` is missing")
 
     def litter(self, tmp: Path) -> None:
-        """Leaves things of another program in the store: foreign files, foreign keys.
+        """Leaves things of another program in the store, such as foreign files or keys.
 
-        The default, for backends of medium `file`, puts a file and a directory into each directory.
+        `medium_objects` counts them. The default, for backends of medium `file`, puts a file and a directory into each directory.
         """
         for folder, _, _ in list(os.walk(tmp)):
             (Path(folder) / "Foreign file.txt").write_text("not a value of this store")

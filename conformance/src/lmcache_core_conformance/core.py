@@ -70,6 +70,8 @@ class FrameJob(Job):
         self._keep_memory = keep_memory
         self._changed = threading.Condition()  # guards what follows, the outcomes and the landings
         self.is_finished = False
+        self._began = time.monotonic()
+        self._ended: float | None = None
 
     def prepare(self) -> Sequence[Item] | Sequence[StorageKey]:
         if not self.nbytes:
@@ -89,7 +91,20 @@ class FrameJob(Job):
             if outcome.status is Status.OK and self.operation is Operation.GET:
                 self.values[index] = bytes(self.leases[index].memory[: outcome.nbytes])
             self.outcomes[index] = outcome
+            if len(self.outcomes) == self.num_items:
+                self._ended = time.monotonic()
             self._changed.notify_all()
+
+    @property
+    def took_s(self) -> float:
+        """How long it took until every item was settled, or until now."""
+        return (self._ended or time.monotonic()) - self._began
+
+    @property
+    def statuses(self) -> list[Status]:
+        """How the items ended that are settled."""
+        with self._changed:
+            return [outcome.status for outcome in self.outcomes.values()]
 
     def landed(self, index: int, outcome: Outcome) -> None:
         with self._changed:
@@ -151,6 +166,7 @@ class Core:
             verifier=self._verifier,
             events=EventBus(),
         )
+        self.calls: list[FrameJob] = []
         self._keeping: list[FrameJob] = []
         self._closed = False
         try:
@@ -178,6 +194,7 @@ class Core:
             view_nbytes=view_nbytes,
             keep_memory=keep_memory,
         )
+        self.calls.append(job)
         if keep_memory:
             self._keeping.append(job)
         self.executor.submit(job)

@@ -14,7 +14,9 @@ from typing import Any
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core_conformance.bench import spread
 from lmcache_core_conformance.harness import Harness
-from lmcache_core_conformance.verdicts import Violation
+from lmcache_core_conformance.verdicts import Unproven, Violation, check
+
+_FEW = 4
 
 _CHILD = """
 import json, sys
@@ -108,6 +110,7 @@ class Crasher:
     def __init__(self, harness: Harness, options: Mapping[str, object]) -> None:
         self._harness = harness
         self._options = dict(options)
+        self._num_killed = self._num_missed = 0
 
     def run(
         self, prepare: Sequence[Operate], act: Sequence[Operate], kill: CrashPoint | None = None
@@ -115,7 +118,7 @@ class Crasher:
         """Opens the store in a victim, does `prepare`, then `act`, and dies at `kill` or else after it.
 
         Raises:
-            Violation: the victim could not open the store, or the child is gone.
+            Violation: the victim could not open the store, the child is gone, or most points are missed.
         """
         told = _child().ask(
             {
@@ -131,16 +134,32 @@ class Crasher:
         if "error" in told:
             raise Violation(f"another process could not use the store: {told['error']}")
         if "killed" in told:
+            self._num_killed += 1
             return Ended(killed=True)
+        if kill is not None:
+            self._missed()
         counts = told["counts"]
         return Ended(False, tuple(told["statuses"]), counts["line"], counts["write"])
 
     def points(
         self, prepare: Sequence[Operate], act: Sequence[Operate], limit: int | None = None
     ) -> list[CrashPoint]:
-        """Where to kill `act`: writes and lines spread evenly, `limit` (`Harness.crash_points`) in all."""
+        """Where to kill `act`: writes and lines spread evenly, `limit` (`Harness.crash_points`) in all.
+
+        Raises:
+            Unproven: there is nowhere to kill it.
+        """
         whole = self.run(prepare, act)
         limit = limit or self._harness.crash_points
         writes = [CrashPoint("write", n) for n in spread(whole.num_writes, limit // 2)]
         lines = [CrashPoint("line", n) for n in spread(whole.num_lines, max(limit - len(writes), 1))]
+        if not writes + lines:
+            raise Unproven("no line of Python and no os.write runs in it, so it can't be killed at any")
         return writes + lines
+
+    def _missed(self) -> None:
+        """A later run may have fewer events than the one that was counted, but not far fewer."""
+        self._num_missed += 1
+        missed, points = self._num_missed, self._num_missed + self._num_killed
+        too_few = missed > self._num_killed + _FEW
+        check(not too_few, f"the process outlived {missed} of {points} points at which it was to be killed")

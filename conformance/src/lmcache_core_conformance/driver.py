@@ -121,15 +121,22 @@ class RecordingCall:
     """A `Call` that keeps every settlement, the wrong ones too. Thread-safe."""
 
     def __init__(
-        self, num_items: int, deadline_s: float, before_settling: Callable[[], None] | None = None
+        self,
+        num_items: int,
+        deadline_s: float,
+        before_settling: Callable[[], None] | None = None,
+        on_settled: Callable[[int, Outcome], None] | None = None,
     ) -> None:
-        self.deadline = time.monotonic() + deadline_s
+        self._began = time.monotonic()
+        self._ended: float | None = None
+        self.deadline = self._began + deadline_s
         self.cancelled = False
         self.repeated: list[int] = []
         self.out_of_range: list[int] = []
         self.unsettled_at_return: list[int] = []
         self.raised: Exception | None = None
         self._before_settling = before_settling
+        self._on_settled = on_settled
         self._outcomes: list[Outcome | None] = [None] * num_items
         self._settled = threading.Condition()  # guards the outcomes and the lists above
 
@@ -142,6 +149,8 @@ class RecordingCall:
     def done(self, index: int, outcome: Outcome) -> None:
         if self._before_settling is not None:
             self._before_settling()
+        if self._on_settled is not None:
+            self._on_settled(index, outcome)
         with self._settled:
             if not 0 <= index < len(self._outcomes):
                 self.out_of_range.append(index)
@@ -165,6 +174,17 @@ class RecordingCall:
                     self.unsettled_at_return.append(index)
                     failure = error or BackendError("the backend did not settle this item")
                     self._outcomes[index] = Outcome(status=Status.FAILED, error=failure)
+        self._ended = time.monotonic()
+
+    @property
+    def took_s(self) -> float:
+        """How long the call has run, and no longer once it has ended."""
+        return (self._ended or time.monotonic()) - self._began
+
+    @property
+    def statuses(self) -> list[Status]:
+        """How the items ended that are settled."""
+        return [outcome.status for outcome in self.outcomes]
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -239,8 +259,11 @@ class Store:
     capabilities: Capabilities
     options: Mapping[str, object] = field(repr=False)
     calls: list[RecordingCall] = field(default_factory=list, repr=False)
+    """Every call in the order of their beginnings, those still running too."""
     before_settling: Callable[[], None] | None = None
     """Runs on the backend's thread before an item is settled: the place to hold a call up inside."""
+    on_settled: Callable[[int, Outcome], None] | None = None
+    """Runs on the backend's thread with what an item is settled with: does at once what the core might do."""
     after_method: Callable[[], None] | None = None
     """Runs when the backend's method has returned, whether or not its items are settled."""
     after_call: Callable[[], None] | None = None
@@ -303,7 +326,8 @@ class Store:
 
     def call(self, num_items: int, method: Callable[[Call], None]) -> list[Outcome]:
         """Runs one call and returns an outcome for each item; what is raised fails the unsettled ones."""
-        call = RecordingCall(num_items, self.host.deadline_s, self.before_settling)
+        call = RecordingCall(num_items, self.host.deadline_s, self.before_settling, self.on_settled)
+        self.calls.append(call)
         try:
             method(call)
         except Exception as error:  # noqa: BLE001 (recorded boundary: the backend is foreign code)
@@ -313,7 +337,6 @@ class Store:
             if self.after_method is not None:
                 self.after_method()
             call.finish(None, wait=self.capabilities.asynchronous)
-        self.calls.append(call)
         if self.after_call is not None:
             self.after_call()
         return call.outcomes

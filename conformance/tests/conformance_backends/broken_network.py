@@ -183,6 +183,7 @@ class RetriesByItself(NetworkBackend):
 @breaks(
     "a_dead_server_is_a_failure_and_never_a_miss",
     also=(
+        "a_server_that_comes_back_is_used_again",
         "a_connection_reset_inside_a_value_is_a_failure_that_passes",
         "a_half_closed_connection_is_noticed_at_once",
         "the_driver_retries_nothing",

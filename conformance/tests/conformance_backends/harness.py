@@ -87,6 +87,11 @@ class SmallHarness(Harness):
         else:
             super().litter(tmp)
 
+    def medium_objects(self, tmp: Path) -> int:
+        if self._is_network:
+            return int(kv_process().ask("objects", self._ports[tmp]))
+        return super().medium_objects(tmp)
+
     def num_requests(self, tmp: Path) -> int:
         return int(kv_process().ask("requests", self._ports[tmp]))
 

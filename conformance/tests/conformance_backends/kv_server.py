@@ -249,6 +249,8 @@ def command(spaces: OrderedDict[int, Space], words: list[str]) -> object:
         space.set_fault(words[2])
     elif words[0] == "requests":
         return space.requests
+    elif words[0] == "objects":
+        return len(space.values)
     elif words[0] == "get":
         stored = space.values.get(words[2])
         return None if stored is None else base64.b64encode(stored[0]).decode()

@@ -37,7 +37,7 @@ class DiskHarness(Harness):
 
     def raw_get(self, tmp: Path, key: StorageKey) -> bytes | None:
         file = slot_file(tmp / "cache", key)
-        return None if file is None else file.read_bytes()
+        return file.read_bytes() if file is not None and file.exists() else None
 
     def raw_put(self, tmp: Path, key: StorageKey, value: bytes) -> None:
         file = slot_file(tmp / "cache", key)

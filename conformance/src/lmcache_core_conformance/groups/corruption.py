@@ -10,6 +10,7 @@ from lmcache_core.storage.contract import Status
 from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.properties import Group
+from lmcache_core_conformance.reach import Reach
 from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value_of
 from lmcache_core_conformance.verdicts import check
 
@@ -113,8 +114,8 @@ class Corruption(Group):
         store, values = self.bench.open(place), self.some_values(3)
         for key, value in values:
             self.put(store, key, value)
-        self.bench.harness.litter(place.directory)
-        objects = self._objects(place)
+        reach = Reach(self.bench, place)
+        foreign = reach.litter()
         for reopened in (False, True):
             when = "after reopening" if reopened else "while open"
             if reopened:
@@ -131,8 +132,8 @@ class Corruption(Group):
                 check(
                     found == sorted(key for key, _ in values), f"a scan {when} lists {len(found)} of 3 keys"
                 )
-        left = self._objects(place)
-        check(objects <= left, f"foreign things were removed: {sorted(objects - left)[:3]}")
+        removed = foreign - reach.paths(foreign)
+        check(not removed, f"foreign things were removed: {sorted(removed)[:3]}")
 
     # -- what these properties share -------------------------------------------------------------
 
@@ -159,17 +160,12 @@ class Corruption(Group):
     def _damage(self, core: Core, place: Place, key: StorageKey, content: bytes) -> None:
         """Puts `content` where the value of `key` is; through the backend where nothing is behind it."""
         if self.bench.capabilities.medium != "memory":
-            self.bench.harness.raw_put(place.directory, key, content)
+            Reach(self.bench, place).raw_put(key, content)
         elif content:
             core.put(key, content + bytes(-len(content) % PAGE))
 
     def _max_batch(self) -> int:
         return self.bench.capabilities.max_batch or 5
-
-    def _objects(self, place: Place) -> set[str]:
-        if self.bench.capabilities.medium != "file":
-            return set()
-        return {str(path) for path in place.directory.rglob("Foreign*")}
 
 
 def _flip(at: int) -> Damage:

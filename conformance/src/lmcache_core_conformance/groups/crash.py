@@ -8,6 +8,7 @@ from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.crash import Crasher, Operate
 from lmcache_core_conformance.driver import Store
 from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.reach import Reach
 from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
 from lmcache_core_conformance.verdicts import Violation, check
 
@@ -117,14 +118,14 @@ class Crash(Group):
         """A temporary file for each crash fills a disk slowly, and outside every count of used bytes."""
         nbytes, place, key = self.bench.fit(_PAGES), self.bench.place(), key_named("swept")
         prepare, act = [Operate("put", key, 1, nbytes)], [Operate("put", key, 2, nbytes)]
-        seen: list[int] = []
+        reach, seen = Reach(self.bench, place), list[int]()
         crasher = Crasher(self.bench.harness, place.options)
         points = crasher.points(prepare, act, limit=_SWEPT_POINTS)
         for _ in range(3):
             for point in points:
                 crasher.run(prepare, act, point)
             self.bench.open(place).close()
-            seen.append(self.bench.harness.medium_objects(place.directory))
+            seen.append(reach.medium_objects())
         check(
             not seen[0] < seen[1] < seen[2],
             f"after three times {len(points)} crashes and a reopen the medium holds {seen} objects",

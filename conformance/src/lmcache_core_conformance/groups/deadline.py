@@ -12,7 +12,9 @@ from lmcache_core.storage import Operation
 from lmcache_core.storage.contract import Outcome, Status
 from lmcache_core_conformance.behind import Fault
 from lmcache_core_conformance.core import Core, FrameJob
+from lmcache_core_conformance.driver import Got, Store
 from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.reach import Reach
 from lmcache_core_conformance.timing import Running, deadline_of, in_time
 from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value_of
 from lmcache_core_conformance.verdicts import check
@@ -44,12 +46,14 @@ class Deadline(Group):
         place = self.bench.place()
         store, key = self.bench.open(place), key_named("expired")
         self.put(store, key, value_of(key, 1, PAGE))
-        before = self.bench.harness.num_requests(place.directory)
-        with deadline_of(store, -1.0):
-            store.put(key, value_of(key, 2, PAGE))
-            store.get(key, PAGE)
-            store.stat(key)
-        asked = self.bench.harness.num_requests(place.directory) - before
+
+        def too_late() -> None:
+            with deadline_of(store, -1.0):
+                store.put(key, value_of(key, 2, PAGE))
+                store.get(key, PAGE)
+                store.stat(key)
+
+        asked = Reach(self.bench, place).requests_of(store, too_late)
         check(asked == 0, f"{asked} requests were sent for calls whose deadline had passed")
 
     def test_a_stalled_store_holds_no_call_beyond_its_deadline(self) -> None:
@@ -67,7 +71,7 @@ class Deadline(Group):
             calls["stat"] = lambda: store.stat(key)
         with deadline_of(store, self.bench.harness.stalled_deadline_s):
             for name, call in calls.items():
-                with self.bench.harness.faulty(place.directory, Fault.STALLED):
+                with Reach(self.bench, place).faulty(Fault.STALLED, store):
                     outcome = self._in_time(f"{name} of a stalled store", call)
                     check(
                         outcome.status is Status.FAILED, f"{name} of a stalled store: {outcome.status.name}"
@@ -86,7 +90,7 @@ class Deadline(Group):
         value = value_of(key, 1, self.bench.fit(16))
         self.put(store, key, value)
         with (
-            self.bench.harness.faulty(place.directory, Fault.TRICKLING),
+            Reach(self.bench, place).faulty(Fault.TRICKLING, store),
             deadline_of(store, self.bench.harness.stalled_deadline_s),
         ):
             got = self._in_time("get of a trickling value", lambda: store.get(key, len(value)))
@@ -99,9 +103,8 @@ class Deadline(Group):
         place = self.bench.place()
         store, key = self.bench.open(place), key_named("woken")
         self.put(store, key, value_of(key, 1, PAGE))
-        with self.bench.harness.faulty(place.directory, Fault.STALLED):
-            waiting = Running(lambda: store.get(key, PAGE))
-            waiting.wait_until_it_waits(self.bench.harness.slack_s)
+        with Reach(self.bench, place).faulty(Fault.STALLED, store):
+            waiting = self._stalled(store, key)
             self._in_time("close", store.backend.close)
             ended = waiting.ended.wait(self.bench.harness.slack_s)
         waiting.ended.wait(self.bench.harness.deadline_s)
@@ -113,9 +116,8 @@ class Deadline(Group):
         place = self.bench.place()
         store, key = self.bench.open(place), key_named("left behind")
         self.put(store, key, value_of(key, 1, PAGE))
-        with self.bench.harness.faulty(place.directory, Fault.STALLED):
-            running = Running(lambda: store.get(key, PAGE))
-            running.wait_until_it_waits(self.bench.harness.slack_s)
+        with Reach(self.bench, place).faulty(Fault.STALLED, store):
+            running = self._stalled(store, key)
             self._in_time("close", store.backend.close)
         check(running.ended.wait(self.bench.harness.deadline_s), "a call did not end with the stall")
 
@@ -147,12 +149,14 @@ class Deadline(Group):
             "get": lambda: store.get(key, len(value)).outcome,
             "put": lambda: store.put(key, value),
         }
+        reach = Reach(self.bench, place)
         for name, call in calls.items():
-            with self.bench.harness.faulty(place.directory, Fault.RESET):
-                before = self.bench.harness.num_requests(place.directory)
-                outcome = call()
-                asked = self.bench.harness.num_requests(place.directory) - before
-            check(outcome.status is Status.FAILED, f"{name} over a reset connection: {outcome.status.name}")
+
+            def broken(call: Callable[[], Outcome] = call) -> None:
+                with reach.faulty(Fault.RESET, store):
+                    call()
+
+            asked = reach.requests_of(store, broken)
             check(asked <= 1, f"one {name} of one value was sent {asked} times")
             store.get(key, len(value))  # takes the broken connection's place
 
@@ -207,7 +211,7 @@ class Deadline(Group):
         core.put(key, _frame(key, 1))
         core.put(beside, _frame(beside, 1))
         frames = [_frame(key, 2)] if operation is Operation.PUT else []
-        with harness.faulty(place.directory, Fault.STALLED):
+        with Reach(self.bench, place).faulty(Fault.STALLED, core):
             job = core.submit(
                 operation,
                 [key],
@@ -218,11 +222,25 @@ class Deadline(Group):
             )
             in_time = job.wait_settled(harness.stalled_deadline_s + harness.slack_s)
             check(in_time, f"a {operation.value} of a stalled store was not settled at its deadline")
+            if job.outcomes[0].status is Status.OK:  # it was taken without the medium, if that is stalled
+                core.submit(
+                    Operation.GET,
+                    [beside],
+                    view_nbytes=len(_frame(beside, 1)),
+                    deadline_s=harness.stalled_deadline_s,
+                ).wait_settled(harness.stalled_deadline_s + harness.slack_s)
         check(job.wait_finished(harness.deadline_s), f"a late {operation.value} never let go of its memory")
         outcome, _ = core.get(beside, len(_frame(beside, 1)))
         check(outcome.status is Status.OK, f"another get after the stall: {outcome.status.name}")
         check(not job.faults, "; ".join(job.faults))
         return core, job
+
+    def _stalled(self, store: Store, key: StorageKey) -> Running[Got]:
+        """A get that waits for a stalled store, and has done so for a while."""
+        running = Running(lambda: store.get(key, PAGE))
+        running.wait_until_it_waits(self.bench.harness.slack_s)
+        running.ended.wait(self.bench.harness.stalled_deadline_s)
+        return running
 
     def _in_time(self, what: str, call: Callable[[], T]) -> T:
         """The result of a call that waits for the stalled deadline at most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TypeVar
 
 from lmcache_core.errors import ConfigError, LMCacheError, NotSupported, PermissionDenied
@@ -14,6 +15,7 @@ from lmcache_core_conformance.behind import Fault
 from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.driver import RecordingCall, Store
 from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.reach import Reach
 from lmcache_core_conformance.timing import in_time
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, check
@@ -30,7 +32,7 @@ class Faults(Group):
         """A miss says "compute it and store it": a dead node makes the whole fleet do so."""
         self.bench.require_medium("network", why=_NO_SERVER)
         store, place, key, value = self._stored()
-        with self.bench.harness.faulty(place.directory, Fault.KILLED):
+        with Reach(self.bench, place).faulty(Fault.KILLED, store):
             self._fails_retryably("get", lambda: store.get(key, len(value)).outcome)
             self._fails_retryably("put", lambda: store.put(key_named("new"), value))
             self._fails_retryably("get of an absent key", lambda: store.get(key_named("x"), PAGE).outcome)
@@ -41,7 +43,7 @@ class Faults(Group):
         """Servers restart: a client that keeps its dead connection is down until the engine restarts, too."""
         self.bench.require_medium("network", why=_NO_SERVER)
         store, place, key, value = self._stored()
-        with self.bench.harness.faulty(place.directory, Fault.KILLED):
+        with Reach(self.bench, place).faulty(Fault.KILLED, store):
             self._in_slack("get", lambda: store.get(key, len(value)))
         self._recovers(store, key, value)
 
@@ -49,7 +51,7 @@ class Faults(Group):
         """Half a value is no value: whatever was received, the item failed, and the next one is whole."""
         self.bench.require_medium("network", why=_NO_SERVER)
         store, place, key, value = self._stored(16)
-        with self.bench.harness.faulty(place.directory, Fault.RESET):
+        with Reach(self.bench, place).faulty(Fault.RESET, store):
             self._fails_retryably("get", lambda: store.get(key, len(value)).outcome)
             new = value_of(key, 2, len(value))
             outcome = self._in_slack("put", lambda: store.put(key, new))
@@ -64,7 +66,7 @@ class Faults(Group):
         """The peer's end of file is an answer: who reads on spins, or waits for the deadline each time."""
         self.bench.require_medium("network", why=_NO_SERVER)
         store, place, key, value = self._stored(16)
-        with self.bench.harness.faulty(place.directory, Fault.HALF_CLOSED):
+        with Reach(self.bench, place).faulty(Fault.HALF_CLOSED, store):
             self._fails_retryably("get", lambda: store.get(key, len(value)).outcome)
         self._recovers(store, key, value)
 
@@ -84,7 +86,7 @@ class Faults(Group):
         """Rights change under a running system: what can still be read must be, and the rest be named."""
         self.bench.require_medium("network", "file", why="memory has no access rules")
         store, place, key, value = self._stored()
-        with self.bench.harness.faulty(place.directory, Fault.READ_ONLY):
+        with Reach(self.bench, place).faulty(Fault.READ_ONLY, store):
             self.refused(self._in_slack("put", lambda: store.put(key, value_of(key, 2, PAGE))), "put")
             if self.bench.capabilities.delete:
                 self.refused(self._in_slack("delete", lambda: store.delete(key)), "delete")
@@ -96,7 +98,7 @@ class Faults(Group):
         self.bench.require_medium("network", "file", why="memory has no access rules")
         place = self.bench.place()
         self.bench.open(place).close()
-        with self.bench.harness.faulty(place.directory, Fault.READ_ONLY):
+        with self.bench.harness.faulty(place.directory, Fault.READ_ONLY):  # met by opening, or fails
             error = self._open_error(place)
         check(error is not None, "a store that refuses every write was opened")
         typed = isinstance(error, PermissionDenied | ConfigError)
@@ -151,6 +153,10 @@ class Faults(Group):
                 seen = refusal or next((o.error for o in call.outcomes), None)
                 typed = isinstance(seen, PermissionDenied | NotSupported)
                 check(typed, f"delete was narrowed away and gives {seen!r}")
+            lost = [
+                n for n, value in asdict(self.bench.capabilities).items() if value and not getattr(opened, n)
+            ]
+            check(lost, "harness hook `narrower_credentials` gives rights to all that is declared")
         finally:
             backend.close()
             host.close()
@@ -169,7 +175,7 @@ class Faults(Group):
     def _no_room(self, store: Store, place: Place) -> Iterator[None]:
         """While inside, the medium has no room; of a memory tier, the pool has none."""
         if self.bench.capabilities.medium != "memory":
-            with self.bench.harness.faulty(place.directory, Fault.FULL):
+            with Reach(self.bench, place).faulty(Fault.FULL, store):
                 yield
             return
         pool = store.host.pool_if_used

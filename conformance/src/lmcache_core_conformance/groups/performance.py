@@ -64,6 +64,15 @@ class Work:
             if memory is not None:
                 move(key, memory)
 
+    def check_bare(self, driver: RawDriver) -> None:
+        """Checks that the bare driver, which put every value, has them."""
+        for key, buffer in zip(self.keys, self.buffers, strict=True):
+            read = Buffer([self.nbytes])
+            [memory] = [view.host for view in read.views()]
+            if memory is not None:
+                driver.get(key, memory)
+            check(read.read() == buffer.read(), "harness hook `raw_driver` does not read what it was given")
+
     def _calls(
         self, method: Callable[[Sequence[T], Call], None], things: Sequence[T], most: int | None
     ) -> None:
@@ -119,6 +128,7 @@ class Performance(Group):
             work = Work(self.bench.open(), "frame", _VALUES, nbytes)
             work.put()
             work.bare(driver, put=True)
+            work.check_bare(driver)
             figure = self.measure().compare(
                 f"{name} of {work.size}",
                 unit="GB/s",

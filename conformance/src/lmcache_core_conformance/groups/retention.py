@@ -11,6 +11,7 @@ from lmcache_core.storage.contract import Status
 from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.driver import RecordingCall, Store
 from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.reach import Reach
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, Unproven, check
 
@@ -33,7 +34,7 @@ class Retention(Group):
             self.put(store, key, value)
             self.holds(store, key, value)
         gone, length = values[1][0], len(values[1][1])
-        self.bench.harness.raw_delete(place.directory, gone)
+        Reach(self.bench, place).raw_delete(gone)
         if self.bench.capabilities.shared or self.bench.capabilities.self_evicting:
             status = store.stat(gone).status
             check(status is Status.MISS, f"stat of a value that was removed: {status.name}, due is MISS")
@@ -151,7 +152,7 @@ class Retention(Group):
             content = value_of(key, version, len(value))
             newest = store.put(key, content).token
             if version < 3:
-                self.bench.harness.raw_delete(place.directory, key)
+                Reach(self.bench, place).raw_delete(key)
                 store.get(key, len(value))
         store.get(key, len(value))
         told = [token for lost, token in store.host.lost_copies if lost == key]
