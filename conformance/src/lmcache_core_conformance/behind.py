@@ -59,7 +59,8 @@ class Behind:
     def litter(self, tmp: Path) -> None:
         """Leaves things of another program in the store, such as foreign files or keys.
 
-        `medium_objects` counts them. The default, for backends of medium `file`, puts a file and a directory into each directory.
+        `medium_objects` counts them. The default, for backends of medium `file`, puts a file and a directory
+        into each directory.
         """
         for folder, _, _ in list(os.walk(tmp)):
             (Path(folder) / "Foreign file.txt").write_text("not a value of this store")
