@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lmcache_core.sdk import Outcome, Status
 from lmcache_core_redis.batch import Batch
 from lmcache_core_redis.layout import META, Meta, Names
-from lmcache_core_redis.links import Link
+from lmcache_core_redis.link import Link
 from lmcache_core_redis.reading import MISS
 from lmcache_core_redis.resp import Command, Reply, ServerError
 

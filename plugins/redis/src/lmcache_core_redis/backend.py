@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lmcache_core.sdk import (
     Backend,
-    BackendClosed,
     BackendError,
     BackendStats,
     Call,
     Capabilities,
     Host,
     Item,
+    NotSupported,
+    Page,
     StorageKey,
 )
-from lmcache_core_redis import asking
+from lmcache_core_redis import asking, opening, scanning
 from lmcache_core_redis.batch import Batch
 from lmcache_core_redis.config import RedisConfig
+from lmcache_core_redis.deadlines import Within
 from lmcache_core_redis.dialling import Account
 from lmcache_core_redis.faults import Where
 from lmcache_core_redis.getting import Getter
 from lmcache_core_redis.layout import Names
-from lmcache_core_redis.links import Link, Links
-from lmcache_core_redis.node import Node, parse_url
+from lmcache_core_redis.link import Link
+from lmcache_core_redis.links import Links
+from lmcache_core_redis.node import Node, Servers, parse_url
+from lmcache_core_redis.pins import Pins
+from lmcache_core_redis.routes import ClusterMap, OneServer, Routes, SentinelPrimary
 from lmcache_core_redis.writing import Writer
 
-log = logging.getLogger(__name__)
-
 Run = Callable[[Link, Sequence[int]], None]
+"""Does an operation for some items of a batch on one server, and settles them."""
 
 
 class RedisBackend(Backend[RedisConfig]):
+    """Stores each value as one hash, so that the server evicts, expires and deletes it as a whole.
+
+    Values are shared by everyone who uses the namespace. Every wait ends with its call, or with `close`.
+    """
+
     config_class = RedisConfig
 
     def __init__(self, config: RedisConfig) -> None:
@@ -50,52 +59,139 @@ class RedisBackend(Backend[RedisConfig]):
             tls_cert=config.tls_cert,
             tls_key=config.tls_key,
         )
-        self._node = servers.nodes[0]
         self._links = Links(self._account, self._where)
+        self._to_sentinels = Links(
+            replace(
+                self._account, username=config.sentinel_username, password=config.sentinel_password, db=0
+            ),
+            self._where,
+        )
+        self._routes = self._routes_to(servers)
+        self._pins = Pins(self._names, config.ttl) if config.pin and config.ttl is not None else None
         self._getter = Getter(self._names, config.piece_bytes)
-        self._writer = Writer(self._names, config.piece_bytes, config.ttl, 5.0)
+        self._writer = Writer(self._names, config.piece_bytes, config.ttl, keeps_pins=self._pins is not None)
+        self._pin_offered = False
+        self._lock = threading.Lock()  # guards the counters
+        self._counters: Counter[str] = Counter()
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
             medium="network",
             delete=True,
+            scan=True,
             ranged=True,
             persistent=True,
             shared=True,
             self_evicting=True,
             authenticated=True,
+            pin=self._config.pin,
             max_in_flight=self._config.max_in_flight,
+            stat_cost_s=0.001,
         )
 
-    def open(self, host: Host) -> None:
-        pass
+    def open(self, host: Host) -> Capabilities:
+        call = Within(host.deadline_s)
+        self._links.begin()
+        self._to_sentinels.begin()
+        key = opening.probe_key()
+        offered = self.capabilities
+        for node in self._routes.spread([self._names.value(key)], call):
+            self._links.try_out(node, call)
+            with self._links.to(node, call) as link:
+                offered = opening.prove_access(link, self._names, key, offered)
+                if self._pins is not None:
+                    self._pin_offered = opening.can_pin(link)
+                    self._pins.sweep(link)
+        return replace(offered, pin=self._pin_offered)
 
     def close(self) -> None:
         self._links.close()
+        self._to_sentinels.close()
 
     def put_many(self, items: Sequence[Item], call: Call) -> None:
         batch = Batch([item.key for item in items], call)
-        self._spread(batch, lambda link, indexes: self._writer.put(link, items, indexes, batch))
+        self._run(
+            "put", batch, lambda link, indexes: self._put(link, items, indexes, batch), follows_ask=False
+        )
 
     def get_many(self, items: Sequence[Item], call: Call) -> None:
         batch = Batch([item.key for item in items], call)
-        self._spread(batch, lambda link, indexes: self._getter.get(link, items, indexes, batch))
+        self._run("get", batch, lambda link, indexes: self._getter.get(link, items, indexes, batch))
 
     def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         batch = Batch(keys, call)
-        self._spread(batch, lambda link, indexes: asking.stat(link, self._names, indexes, batch))
+        self._run("stat", batch, lambda link, indexes: asking.stat(link, self._names, indexes, batch))
 
     def delete_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         batch = Batch(keys, call)
-        self._spread(batch, lambda link, indexes: asking.delete(link, self._names, indexes, batch))
+        self._run("delete", batch, lambda link, indexes: asking.delete(link, self._names, indexes, batch))
+
+    def pin_many(self, keys: Sequence[StorageKey], ttl_s: float, call: Call) -> None:
+        pins = self._pins
+        if pins is None or not self._pin_offered:
+            raise NotSupported("this server keeps no pins", op="pin")
+        batch = Batch(keys, call)
+        self._run("pin", batch, lambda link, indexes: pins.pin(link, indexes, ttl_s, batch))
+
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        try:
+            return scanning.scan(self._routes, self._links, self._names, call, prefix, cursor, limit)
+        except BackendError:
+            self._routes.doubt()
+            raise
 
     def stats(self) -> BackendStats:
-        return BackendStats()
+        """Counters of this process alone: what the server holds can't be known without asking it."""
+        with self._lock:
+            return BackendStats(counters=dict(self._counters))
 
-    def _spread(self, batch: Batch, run: Run) -> None:
-        with self._links.to(self._node, batch.call) as link:
-            run(link, range(len(batch.keys)))
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _put(self, link: Link, items: Sequence[Item], indexes: Sequence[int], batch: Batch) -> None:
+        self._writer.put(link, items, indexes, batch)
+        if self._pin_offered and self._pins is not None:
+            self._pins.sweep(link)
+
+    def _run(self, op: str, batch: Batch, run: Run, *, follows_ask: bool = True) -> None:
+        """Runs an operation on each server that has some of the batch's items; follows redirects once."""
+        names = [self._names.value(key) for key in batch.keys]
+        for node, indexes in self._routes.spread(names, batch.call).items():
+            self._run_on(node, indexes, batch, run)
+        redirects, batch.redirects = batch.redirects, []
+        for redirect in redirects:
+            if redirect.asking and not follows_ask:
+                batch.fail([redirect.index], self._where(redirect.node).of_server(redirect.error))
+            else:
+                self._run_on(redirect.node, [redirect.index], batch, run, asking=redirect.asking)
+        for redirect in batch.redirects:
+            batch.fail([redirect.index], self._where(redirect.node).of_server(redirect.error))
+        with self._lock:
+            for status, count in batch.statuses.items():
+                self._counters[f"{op}_{status.value}"] += count
+
+    def _run_on(
+        self, node: Node, indexes: Sequence[int], batch: Batch, run: Run, *, asking: bool = False
+    ) -> None:
+        """Every item of `indexes` is settled or redirected when it returns."""
+        try:
+            with self._links.to(node, batch.call, asking=asking) as link:
+                run(link, indexes)
+        except BackendError as error:
+            self._routes.doubt()
+            batch.fail(indexes, error)
+        if batch.misled:
+            batch.misled = False
+            self._routes.doubt()
+            self._links.drop_idle(node)
+
+    def _routes_to(self, servers: Servers) -> Routes:
+        if self._config.cluster:
+            return ClusterMap(servers.nodes, self._links)
+        if self._config.sentinel is not None:
+            return SentinelPrimary(self._config.sentinel, servers.nodes, self._to_sentinels)
+        return OneServer(servers.nodes[0])
 
     def _where(self, node: Node) -> Where:
-        return Where(node, self._account.user, self._config.namespace)
+        failover = self._config.cluster or self._config.sentinel is not None
+        return Where(node, self._account.user, self._config.namespace, failover=failover)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_core.sdk import BackendError, Call, Outcome, Status, StorageKey, strip_traceback
 from lmcache_core_redis.node import Node, parse_node
 from lmcache_core_redis.resp import ServerError
+
+_MISLED = frozenset({"READONLY", "MOVED", "MASTERDOWN", "CLUSTERDOWN"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,7 @@ class Redirect:
     index: int
     node: Node
     asking: bool
+    error: ServerError
 
 
 class Batch:
@@ -26,10 +30,13 @@ class Batch:
         self.keys = keys
         self.call = call
         self.redirects: list[Redirect] = []
+        self.misled = False  # a server answered that isn't the one to ask any more
+        self.statuses: Counter[Status] = Counter()
         self._open = set(range(len(keys)))
 
     def done(self, index: int, outcome: Outcome) -> None:
         self._open.discard(index)
+        self.statuses[outcome.status] += 1
         self.call.done(index, outcome)
 
     def fail(self, indexes: Sequence[int], error: BackendError) -> None:
@@ -41,6 +48,8 @@ class Batch:
 
     def redirected(self, index: int, error: ServerError, asked: Node) -> bool:
         """Notes where `error` sends item `index`, if it does."""
+        if error.code in _MISLED:
+            self.misled = True
         words = error.text.split()
         if error.code not in ("MOVED", "ASK") or len(words) != 3:
             return False
@@ -49,5 +58,5 @@ class Batch:
         except ValueError:
             return False
         here = Node(node.host or asked.host, node.port)  # no host: the one that answered
-        self.redirects.append(Redirect(index, here, error.code == "ASK"))
+        self.redirects.append(Redirect(index, here, error.code == "ASK", error))
         return True

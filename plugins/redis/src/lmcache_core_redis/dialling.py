@@ -6,8 +6,10 @@ import os
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 
@@ -43,6 +45,10 @@ class Sockets:
         self._lock = threading.RLock()  # reentrant: the garbage collector disconnects, too
         self._sockets: dict[int, socket.socket] = {}  # a socket is closed only after it has left
         self._closed = False
+
+    def begin(self) -> None:
+        """Makes this process the one."""
+        self._pid = os.getpid()
 
     def enter(self, owner: object, sock: socket.socket) -> None:
         """
@@ -81,7 +87,7 @@ class _Bounded(AbstractConnection):
 
     def disconnect(self, *args: object, **kwargs: object) -> None:
         self.sockets.leave(self)
-        super().disconnect(*args, **kwargs)
+        super().disconnect(*args, **kwargs)  # type: ignore[no-untyped-call]  # redis-py's
 
     @property
     def socket_timeout(self) -> float:
@@ -99,8 +105,7 @@ class _Bounded(AbstractConnection):
     def socket_connect_timeout(self, value: float | None) -> None:
         """As above."""
 
-
-    def reach(self, sock: socket.socket, address: object) -> None:
+    def reach(self, sock: socket.socket, address: tuple[Any, ...] | str) -> None:
         """Connects `sock`, or closes it and raises."""
         try:
             self.sockets.enter(self, sock)
@@ -135,7 +140,7 @@ class _BoundedTls(_BoundedTcp, SSLConnection):
             try:
                 self.sockets.enter(self, twin)
                 sock.settimeout(_left(self.call))
-                wrapped: ssl.SSLSocket = self._wrap_socket_with_ssl(sock)
+                wrapped: ssl.SSLSocket = self._wrap_socket_with_ssl(sock)  # type: ignore[no-untyped-call]
                 self.sockets.enter(self, wrapped)
             except BaseException:
                 self.sockets.leave(self)
@@ -151,24 +156,30 @@ class _BoundedUnix(_Bounded, UnixDomainSocketConnection):
         return sock
 
 
-def dial(node: Node, account: Account, call: Call, sockets: Sockets) -> tuple[AbstractConnection, Receiver]:
-    """A connection to `node`, logged in, and what receives its replies.
-
-    Raises:
-        DeadlineExceeded, OSError, RedisError: it can't be had.
-    """
-    kind, options = _options(node, account)
-    connection = kind(**options, parser_class=Receiver)
-    receiver = connection._parser
+def bounded_connection(
+    node: Node, account: Account, call: Call, sockets: Sockets
+) -> tuple[AbstractConnection, Receiver]:
+    """A connection to `node`, not yet made, and what will receive its replies. `call` bounds every wait."""
+    kind: Callable[..., _Bounded] = _BoundedUnix if node.path else _BoundedTls if account.tls else _BoundedTcp
+    connection = kind(**_options(node, account), parser_class=Receiver)
+    receiver = connection._get_parser()
     assert isinstance(receiver, Receiver)
     connection.call = receiver.call = call
     connection.sockets = sockets
-    connection.connect()
     return connection, receiver
 
 
-def _options(node: Node, account: Account) -> tuple[type[_Bounded], dict[str, object]]:
-    options: dict[str, object] = {
+def plain_connection(node: Node, account: Account, timeout_s: float) -> AbstractConnection:
+    """As `bounded_connection`, without anything of ours inside: `timeout_s` bounds each operation."""
+    kind: Callable[..., AbstractConnection] = Connection
+    if node.path or account.tls:
+        kind = UnixDomainSocketConnection if node.path else SSLConnection
+    return kind(**_options(node, account), socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+
+
+def _options(node: Node, account: Account) -> dict[str, Any]:
+    """The arguments of redis-py's connections. It retries nothing unless told to."""
+    options: dict[str, Any] = {
         "db": account.db,
         "username": account.username,
         "password": account.password.reveal() if account.password is not None else None,
@@ -176,12 +187,16 @@ def _options(node: Node, account: Account) -> tuple[type[_Bounded], dict[str, ob
         "driver_info": None,
     }
     if node.path:
-        return _BoundedUnix, options | {"path": node.path}
+        return options | {"path": node.path}
     options |= {"host": node.host, "port": node.port}
-    if not account.tls:
-        return _BoundedTcp, options
-    files = {"ssl_ca_certs": account.tls_ca, "ssl_certfile": account.tls_cert, "ssl_keyfile": account.tls_key}
-    return _BoundedTls, options | {name: str(path) for name, path in files.items() if path is not None}
+    if account.tls:
+        files = {
+            "ssl_ca_certs": account.tls_ca,
+            "ssl_certfile": account.tls_cert,
+            "ssl_keyfile": account.tls_key,
+        }
+        options |= {name: str(path) for name, path in files.items() if path is not None}
+    return options
 
 
 def _left(call: Call) -> float:

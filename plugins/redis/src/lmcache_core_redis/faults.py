@@ -31,7 +31,8 @@ _PASSING = {
 class Where:
     """Names the server and the user in messages, and never the password."""
 
-    def __init__(self, node: object, user: str, namespace: str) -> None:
+    def __init__(self, node: object, user: str, namespace: str, *, failover: bool) -> None:
+        self._failover = failover
         self._server = f"redis server {node}"
         self._user = user
         self._namespace = namespace
@@ -54,6 +55,8 @@ class Where:
                 f"{self._server} forbids user {self._user} something; its ACL needs "
                 f"~{self._namespace}[.:]* and the commands that the README lists ({error.text})"
             )
+        if code == "READONLY" and self._failover:
+            return BackendUnavailable(f"{self._server} is not the primary any more; it is being looked for")
         if code == "READONLY":
             return PermissionDenied(
                 f"{self._server} is a read-only replica: point `url` at the primary, or name the `sentinel`"

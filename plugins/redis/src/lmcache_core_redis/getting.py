@@ -16,9 +16,9 @@ from redis.exceptions import InvalidResponse
 from lmcache_core.sdk import Item
 from lmcache_core_redis.batch import Batch
 from lmcache_core_redis.layout import META, Meta, Names, field
-from lmcache_core_redis.links import Link
+from lmcache_core_redis.link import Link
 from lmcache_core_redis.memory import Scratch
-from lmcache_core_redis.reading import MISS, Reading
+from lmcache_core_redis.reading import Reading
 from lmcache_core_redis.resp import Command, ServerError
 
 _WINDOW_NBYTES = 8 << 20
@@ -81,7 +81,7 @@ class Getter:
                 _receive(link, request)
 
     def _requests(self, readings: Iterable[Reading]) -> Iterator[_Request]:
-        """What is asked, in order. Until a value's description is there, it is taken to be as long as its views."""
+        """What is asked, in order. A value that isn't described yet is taken to be as long as its views."""
         for reading in readings:
             yield _Request(reading, META)
             item = reading.item

@@ -2,70 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from redis.connection import AbstractConnection
+import redis
 from redis.exceptions import RedisError
 
 from lmcache_core.sdk import BackendClosed, BackendError, Call
-from lmcache_core_redis.dialling import Account, Sockets, dial
+from lmcache_core_redis.dialling import Account, Sockets
+from lmcache_core_redis.direct import DirectLink
 from lmcache_core_redis.faults import Where
+from lmcache_core_redis.link import Link
 from lmcache_core_redis.node import Node
-from lmcache_core_redis.resp import Buffer, Command, Place, Receiver, Reply, ServerError, encode
+from lmcache_core_redis.plain import PlainLink
+from lmcache_core_redis.resp import ServerError
 
-_TLS_SLICE_NBYTES = 1 << 18
-
-
-class Link:
-    """One connection, in the hands of one call. What it raises leaves it unusable."""
-
-    def __init__(
-        self, node: Node, where: Where, connection: AbstractConnection, receiver: Receiver, *, tls: bool
-    ) -> None:
-        self.node = node
-        self.where = where
-        self._connection = connection
-        self._receiver = receiver
-        self._tls = tls
-
-    def begin(self, call: Call) -> None:
-        self._receiver.call = call
-
-    def send(self, commands: Iterable[Command]) -> None:
-        for buffer in encode(commands):
-            self._send(buffer)
-
-    def reply(self) -> Reply:
-        return self._receiver.reply()
-
-    def array(self) -> int | None | ServerError:
-        return self._receiver.array()
-
-    def bulk(self, place: Place) -> int | None | ServerError:
-        return self._receiver.bulk(place)
-
-    def _send(self, buffer: Buffer) -> None:
-        sock, call = self._receiver.ready()
-        if not self._tls:
-            sock.settimeout(call.remaining())
-            sock.sendall(buffer)  # its time-out bounds the whole
-            return
-        memory, sent = memoryview(buffer), 0
-        while sent < len(memory):
-            sock.settimeout(call.remaining())
-            sent += sock.send(memory[sent : sent + _TLS_SLICE_NBYTES])
-
-    @property
-    def stale(self) -> bool:
-        """Whether an idle connection has ended, or has something to say that nobody asked for."""
-        return self._receiver.stirs()
-
-    def close(self) -> None:
-        self._connection.disconnect()
-        self._receiver.call = None
+log = logging.getLogger(__name__)
 
 
 class Links:
@@ -75,13 +30,45 @@ class Links:
         self._account = account
         self._where = where
         self._sockets = Sockets()
+        self._plain = False
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards what follows
         self._idle: dict[Node, list[Link]] = {}
         self._closed = False
 
+    def begin(self) -> None:
+        """Makes this process the owner: connections aren't shared with one that it forks."""
+        self._pid = os.getpid()
+        self._sockets.begin()
+
+    def try_out(self, node: Node, call: Call) -> None:
+        """Finds out whether this redis-py fits our receiver; falls back to its own, and says so, if not.
+
+        Raises:
+            BackendError: the server can't be reached or refuses.
+        """
+        sent, received = b"lmcache-core", bytearray(12)
+        try:
+            with self.to(node, call) as link:
+                link.send([(b"PING", (sent[:3], memoryview(sent)[3:]))])
+                answer = link.bulk(lambda nbytes: [memoryview(received)[:nbytes]])
+                if isinstance(answer, ServerError):
+                    raise link.where.of_server(answer)
+                if answer != len(sent) or received != sent:
+                    raise ValueError(f"{sent!r} came back as {bytes(received)!r}")
+        except BackendError:
+            raise
+        except Exception:  # recorded boundary: what another redis-py may do with our receiver
+            log.warning(
+                "redis-py %s doesn't work with this backend's zero-copy receiver: values are copied, "
+                "which is slower; install a redis that the backend was tested with",
+                redis.__version__,
+                exc_info=True,
+            )
+            self._plain = True
+
     @contextmanager
-    def to(self, node: Node, call: Call) -> Iterator[Link]:
+    def to(self, node: Node, call: Call, *, asking: bool = False) -> Iterator[Link]:
         """A connection to `node` for the block, which must leave no reply behind.
 
         Raises:
@@ -90,14 +77,14 @@ class Links:
         link: Link | None = None
         try:
             link = self._take(node, call)
-            link.begin(call)
+            link.begin(call, asking=asking)
             yield link
         except BaseException as error:
             if link is not None:
                 link.close()
             if not isinstance(error, OSError | RedisError | BackendError):
                 raise
-            self._drop_idle(node)  # what ended one connection has likely ended the others
+            self.drop_idle(node)  # what ended one connection has likely ended the others
             if self._closed:
                 raise BackendClosed("closed while the call ran") from None
             raise self._where(node).of_connection(error) from None
@@ -126,8 +113,10 @@ class Links:
                 link = links.pop() if links else None
             if link is None:
                 call.remaining()
-                connection, receiver = dial(node, self._account, call, self._sockets)
-                return Link(node, self._where(node), connection, receiver, tls=self._account.tls)
+                where = self._where(node)
+                if self._plain:
+                    return PlainLink(node, where, self._account, call)
+                return DirectLink(node, where, self._account, call, self._sockets)
             if not link.stale:
                 return link
             link.close()
@@ -139,7 +128,8 @@ class Links:
                 return
         link.close()
 
-    def _drop_idle(self, node: Node) -> None:
+    def drop_idle(self, node: Node) -> None:
+        """Closes the connections to `node` that nobody uses."""
         with self._lock:
             links = self._idle.pop(node, [])
         for link in links:

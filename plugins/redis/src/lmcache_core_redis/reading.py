@@ -61,7 +61,7 @@ class Reading:
             *self._scratch.of(start + length - end),
         ]
 
-    def received(self, piece: int, answer: int | None | ServerError) -> None:
+    def received(self, piece: int, answer: int | ServerError | None) -> None:
         """Takes the answer about a piece, whose bytes have been placed."""
         if isinstance(answer, ServerError):
             self.error = self.error or answer

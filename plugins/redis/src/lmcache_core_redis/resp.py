@@ -109,7 +109,7 @@ class Receiver(BaseParser):
             return ServerError(text.decode("utf-8", errors="replace"))
         raise InvalidResponse(f"not a reply: {kind + text[:40]!r}")
 
-    def array(self) -> int | None | ServerError:
+    def array(self) -> int | ServerError | None:
         """The number of replies in the array that comes next; those are left to be taken."""
         kind, text = self._head()
         if kind == b"*":
@@ -119,7 +119,7 @@ class Receiver(BaseParser):
             return ServerError(text.decode("utf-8", errors="replace"))
         raise InvalidResponse(f"not an array: {kind + text[:40]!r}")
 
-    def bulk(self, place: Place) -> int | None | ServerError:
+    def bulk(self, place: Place) -> int | ServerError | None:
         """Receives the bulk string that comes next into `place(nbytes)` and returns its length.
 
         None: there is no such thing. Nothing is placed then, nor where the server answers an error.

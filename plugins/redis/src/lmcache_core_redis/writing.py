@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from lmcache_core.sdk import Item, Outcome, Status
 from lmcache_core_redis.batch import Batch
 from lmcache_core_redis.layout import META, VERSION_NBYTES, Meta, Names, field
-from lmcache_core_redis.links import Link
+from lmcache_core_redis.link import Link
 from lmcache_core_redis.memory import Memory
+from lmcache_core_redis.pins import EXPIRE_UNLESS_PINNED
 from lmcache_core_redis.resp import Command, Reply, ServerError
 
-_COMMIT = b"""
+COMMIT = b"""
 if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[1]) then
   redis.call('UNLINK', KEYS[1])
   return 0
@@ -31,17 +32,19 @@ else
 end
 return 1
 """
-_LEAST_LEFTOVER_S = 60.0
+"""Puts a complete temporary hash in the place of the value: 1, or 0 where it is incomplete."""
+_LEFTOVER_MS = b"%d" % (10 * 60 * 1000)
+"""How long what a dead writer left behind stays; far longer than any put may take."""
 
 
 class Writer:
     """How values of a namespace are put."""
 
-    def __init__(self, names: Names, piece_nbytes: int, ttl_s: float | None, deadline_s: float) -> None:
+    def __init__(self, names: Names, piece_nbytes: int, ttl_s: float | None, *, keeps_pins: bool) -> None:
         self._names = names
         self._piece_nbytes = piece_nbytes
         self._ttl_ms = b"%d" % round(ttl_s * 1000) if ttl_s is not None else b""
-        self._leftover_ms = b"%d" % round(1000 * max(10 * deadline_s, _LEAST_LEFTOVER_S))
+        self._keeps_pins = keeps_pins
 
     def put(self, link: Link, items: Sequence[Item], indexes: Sequence[int], batch: Batch) -> None:
         """Stores the items, the next one on its way while the answer about the last one is awaited."""
@@ -63,17 +66,19 @@ class Writer:
             yield (b"MULTI",)
             yield (b"UNLINK", name)
             yield (b"HSET", name, META, meta.encode(), field(0), (meta.version, *memory.part(0, meta.nbytes)))
-            if self._ttl_ms:
+            if self._keeps_pins:
+                yield (b"EVAL", EXPIRE_UNLESS_PINNED, b"2", name, self._names.pins, self._ttl_ms)
+            elif self._ttl_ms:
                 yield (b"PEXPIRE", name, self._ttl_ms)
             yield (b"EXEC",)
             return
         temporary = self._names.temporary(item.key, meta.version)
         yield (b"HSET", temporary, META, meta.encode())
-        yield (b"PEXPIRE", temporary, self._leftover_ms)
+        yield (b"PEXPIRE", temporary, _LEFTOVER_MS)
         for index in range(meta.num_pieces):
             yield (b"HSET", temporary, field(index), (meta.version, *memory.part(*meta.piece(index))))
         complete = b"%d" % (meta.num_pieces + 1)
-        yield (b"EVAL", _COMMIT, b"2", temporary, name, complete, self._ttl_ms)
+        yield (b"EVAL", COMMIT, b"2", temporary, name, complete, self._ttl_ms)
 
 
 @dataclass(frozen=True, slots=True)

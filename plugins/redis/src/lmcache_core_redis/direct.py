@@ -1,0 +1,54 @@
+"""The way that data takes: a socket of redis-py's, written from and received into the caller's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache_core.sdk import Call
+from lmcache_core_redis.dialling import Account, Sockets, bounded_connection
+from lmcache_core_redis.faults import Where
+from lmcache_core_redis.link import Link
+from lmcache_core_redis.node import Node
+from lmcache_core_redis.resp import Buffer, Place, Reply, ServerError
+
+_TLS_SLICE_NBYTES = 1 << 18
+
+
+class DirectLink(Link):
+    def __init__(self, node: Node, where: Where, account: Account, call: Call, sockets: Sockets) -> None:
+        super().__init__(node, where)
+        self._tls = account.tls
+        self._connection, self._receiver = bounded_connection(node, account, call, sockets)
+        self._connection.connect()  # type: ignore[no-untyped-call]  # redis-py's
+
+    def _arm(self, call: Call) -> None:
+        self._receiver.call = call
+
+    @property
+    def stale(self) -> bool:
+        return self._receiver.stirs()
+
+    def close(self) -> None:
+        self._connection.disconnect()  # type: ignore[no-untyped-call]
+        self._receiver.call = None
+
+    def _send(self, buffers: Sequence[Buffer]) -> None:
+        sock, call = self._receiver.ready()
+        for buffer in buffers:
+            if not self._tls:
+                sock.settimeout(call.remaining())
+                sock.sendall(buffer)  # its time-out bounds the whole
+                continue
+            memory, sent = memoryview(buffer), 0
+            while sent < len(memory):
+                sock.settimeout(call.remaining())
+                sent += sock.send(memory[sent : sent + _TLS_SLICE_NBYTES])
+
+    def _reply(self) -> Reply:
+        return self._receiver.reply()
+
+    def _array(self) -> int | ServerError | None:
+        return self._receiver.array()
+
+    def _bulk(self, place: Place) -> int | ServerError | None:
+        return self._receiver.bulk(place)
