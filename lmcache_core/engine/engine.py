@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,7 +30,7 @@ from lmcache_core.identity import Content, Extra, ModelRecord, Part, StorageKey,
 from lmcache_core.identity.tokens import token_bytes
 from lmcache_core.registry import Registry, discover
 from lmcache_core.storage import Priority
-from lmcache_core.tiers import Marks, Tier, TierChain, build_chain
+from lmcache_core.tiers import Marks, MemoryTier, Tier, TierChain, build_chain
 
 CLOSE_DEADLINE_S = 30.0
 REMEMBERED_REQUESTS = 8
@@ -92,6 +93,11 @@ class CacheEngine:
         content.extend(tokens, extras)
         return content
 
+    @property
+    def memory_tiers(self) -> tuple[str, ...]:
+        """Names of the tiers whose frames lie in this process's memory, for a `search_range`."""
+        return tuple(tier.name for tier in self._chain.tiers if isinstance(tier, MemoryTier))
+
     # -- verbs -----------------------------------------------------------------------------------
 
     def store(
@@ -128,13 +134,11 @@ class CacheEngine:
         if pieces:
             self._store_record(deadline, marks)
         for position, (key, first, count, parent) in enumerate(pieces):
-            if not self._chain.claim(key):
+            store = partial(self._store_one, source, key, parent, first, count, deadline, marks)
+            taken = self._chain.once(key, store)
+            if taken is None:
                 known += count
                 continue
-            try:
-                taken = self._store_one(source, key, parent, first, count, deadline, marks)
-            finally:
-                self._chain.unclaim(key)
             if not taken:
                 skipped = sum(piece[2] for piece in pieces[position:])
                 break
@@ -447,14 +451,9 @@ class CacheEngine:
 
     def _store_record(self, deadline: float, marks: Marks) -> None:
         """Writes the model's record where there is none: the root of its chunks; it explains misses."""
-        if not self._chain.claim(self.model.key):
-            return
-        try:
-            self._write_record(deadline, marks)
-        finally:
-            self._chain.unclaim(self.model.key)
+        self._chain.once(self.model.key, lambda: self._write_record(deadline, marks))
 
-    def _write_record(self, deadline: float, marks: Marks) -> None:
+    def _write_record(self, deadline: float, marks: Marks) -> bool:
         record = self.model.to_json()
         header = FrameHeader(
             kind=FrameKind.RECORD,
@@ -467,10 +466,11 @@ class CacheEngine:
             segments=(Segment(len(record), len(record)),),
         )
         frame = self._chain.allocate(header, deadline)
-        if frame is not None:
-            with frame:
-                frame.segments()[0][:] = record
-                self._chain.put(frame, marks)
+        if frame is None:
+            return False
+        with frame:
+            frame.segments()[0][:] = record
+            return self._chain.put(frame, marks)
 
     def _fits(self, header: FrameHeader, first: int, count: int) -> bool:
         """Whether a verified frame is also the one this engine means: tokens and shape."""

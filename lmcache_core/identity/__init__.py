@@ -14,6 +14,7 @@ from lmcache_core.identity.model import (
     ModelRecord,
     differences,
 )
+from lmcache_core.identity.names import NamedContent
 from lmcache_core.identity.parts import Part
 from lmcache_core.identity.tokens import Tokens
 
@@ -28,6 +29,7 @@ __all__ = [
     "HostContent",
     "HostScheme",
     "ModelRecord",
+    "NamedContent",
     "Part",
     "StorageKey",
     "Tail",

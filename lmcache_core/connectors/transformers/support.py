@@ -5,7 +5,7 @@ A configuration says what a model should do; the probe runs a few tokens through
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,36 +18,15 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from lmcache_core.connectors.effective import PREFIX_ROPE_TYPES, rope_types
 from lmcache_core.connectors.transformers.forward import Forward, cache_of
 from lmcache_core.connectors.transformers.workspace import KVShape, Workspace
 from lmcache_core.errors import UnsupportedModel
-
-PREFIX_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
-"""RoPE types whose frequencies don't depend on how long the sequence has become."""
 
 _PROBE_TOKENS = 24
 _PROBE_PREFIX = 16
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Relative error (Frobenius) that rounding can explain in a few tokens' KV or logits."""
-
-
-def rope_types(config: object) -> frozenset[str]:
-    """The RoPE types a config names, over all layer types and under old and new field names."""
-    return frozenset(
-        kind
-        for name in ("rope_parameters", "rope_scaling")
-        if isinstance(parameters := getattr(config, name, None), Mapping)
-        for kind in _kinds(parameters)
-    )
-
-
-def _kinds(parameters: Mapping[str, object]) -> Iterator[str]:
-    for name in ("rope_type", "type"):
-        if isinstance(kind := parameters.get(name), str):
-            yield kind
-    for inner in parameters.values():
-        if isinstance(inner, Mapping):
-            yield from _kinds(inner)
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -1,0 +1,179 @@
+"""vLLM's connector API (0.32): hooks of the scheduler and of the workers, handed on to our two sides.
+
+A hook never raises into the engine: what goes wrong is logged, and costs at most the KV it was about.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from lmcache_core.connectors.vllm.lookups import LocalLookups
+from lmcache_core.connectors.vllm.metadata import Report, Step
+from lmcache_core.connectors.vllm.rank import close_rank, engine_here, open_rank
+from lmcache_core.connectors.vllm.scheduler import SchedulerSide
+from lmcache_core.connectors.vllm.settings import read_settings
+from lmcache_core.connectors.vllm.support import attention_spec, check_config
+from lmcache_core.connectors.vllm.versions import check_version
+from lmcache_core.connectors.vllm.worker import WorkerSide
+
+log = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _guarded(answer: Callable[[], Any]) -> Callable[[F], F]:
+    """A hook that answers `answer()` in place of raising."""
+
+    def guard(hook: F) -> F:
+        @functools.wraps(hook)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:  # recorded boundary: a host engine's hook
+                log.exception("%s failed; the engine goes on without", hook.__name__)
+                return answer()
+
+        return guarded  # type: ignore[return-value]
+
+    return guard
+
+
+def _nothing() -> None:
+    return None
+
+
+class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """One side of the connector, by `role`.
+
+    Raises:
+        UnsupportedModel: a model or setting whose KV can't be told apart or moved; says why.
+        ConfigError: `kv_connector_extra_config` or the config it names can't be used.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._transfer = vllm_config.kv_transfer_config
+        self._settings = read_settings(self._transfer.kv_connector_extra_config)
+        check_version()
+        check_config(vllm_config)
+        self._spec = attention_spec(kv_cache_config)
+        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is a miss later, no harm."""
+        return False
+
+    # -- the scheduler's hooks -------------------------------------------------------------------
+
+    @_guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        if self._scheduler is None:
+            return Step()
+        step = self._scheduler.step()
+        self._plan_saves(step, scheduler_output)
+        return step
+
+    @_guarded(_nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = getattr(connector_output, "kv_connector_worker_meta", None)
+        if self._scheduler is not None and isinstance(report, Report):
+            self._scheduler.reported(report)
+
+    @_guarded(lambda: (False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
+        return False, None
+
+    @_guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        if self._scheduler is not None:
+            self._scheduler.forget(os.urandom(16))
+        return True
+
+    # -- the workers' hooks ----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        rank = open_rank(self._vllm_config, self._kv_cache_config, kv_caches, self._settings)
+        self._worker = WorkerSide(rank.engine, rank.blocks, rank.block_tokens)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Everything was loaded before the forward."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """All layers of a block are saved together, after the forward."""
+
+    @_guarded(_nothing)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.save(self._get_connector_metadata())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.failed_blocks()
+
+    def build_connector_worker_meta(self) -> Report | None:
+        return None if self._worker is None else self._worker.report()
+
+    # -- both ------------------------------------------------------------------------------------
+
+    @_guarded(_nothing)
+    def shutdown(self) -> None:
+        """Lets go of all requests; the worker closes its engine, which writes what waits."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker = None
+            close_rank(self._transfer.engine_id)
+
+    @_guarded(_nothing)
+    def _plan_saves(self, step: Step, scheduler_output: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.plan_saves(step, scheduler_output)
+
+    def _make_scheduler(self) -> SchedulerSide | None:
+        engine = engine_here(self._transfer.engine_id)
+        if engine is None:
+            log.warning(
+                "the workers run in processes of their own, which is not supported yet: no KV is kept"
+            )
+            return None
+        if self._transfer.is_kv_consumer and self._transfer.kv_load_failure_policy != "recompute":
+            log.warning(
+                "kv_load_failure_policy is %r: a request whose KV is lost after it was promised will fail; "
+                'set it to "recompute"',
+                self._transfer.kv_load_failure_policy,
+            )
+        return SchedulerSide(
+            LocalLookups(engine),
+            self._spec.block_size,
+            loads=self._transfer.is_kv_consumer,
+            saves=self._transfer.is_kv_producer,
+            tails=engine.config.tails,
+            prefetch_deadline_s=self._settings.prefetch_deadline,
+            prefetches=self._settings.prefetches,
+            pin_ttl_s=engine.config.pin_ttl,
+        )

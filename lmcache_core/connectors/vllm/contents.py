@@ -1,0 +1,90 @@
+"""A vLLM request's identity: its tokens, salt, adapter and images."""
+
+from __future__ import annotations
+
+import logging
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.errors import LMCacheError
+from lmcache_core.identity import Content, Extra, ModelRecord, encode, weights_fingerprint
+
+log = logging.getLogger(__name__)
+
+
+class Contents:
+    """Makes the contents of one engine's requests. For one thread."""
+
+    def __init__(self, model: ModelRecord) -> None:
+        self._model = model
+        self._epoch = b""
+        self._adapters: dict[tuple[str, int, str], bytes | None] = {}
+        self._said: set[str] = set()
+
+    def new_epoch(self, epoch: bytes) -> None:
+        """From now on nothing is shared with what was made before."""
+        self._epoch = epoch
+
+    def of(self, request: Any) -> Content | None:
+        """The request's content, empty as yet; None for one that can't be named, which is logged once.
+
+        `grow` it as its tokens become known.
+        """
+        if reason := self._reason(request):
+            self._leave_out(reason)
+            return None
+        lora = b""
+        if (adapter := request.lora_request) is not None:
+            fingerprint = self._adapter(adapter)
+            if fingerprint is None:
+                self._leave_out(f"the files of adapter {adapter.lora_name!r} can't be read")
+                return None
+            lora = fingerprint
+        if self._epoch:
+            lora = blake2b(encode([self._epoch, lora]), digest_size=32, person=b"lmcache-core e1").digest()
+        salt = request.cache_salt
+        return Content(self._model, lora=lora, salt=b"" if salt is None else str(salt).encode())
+
+    def grow(self, content: Content, request: Any, num_tokens: int) -> None:
+        """Extends `content` to the request's first `num_tokens` tokens."""
+        start = content.num_tokens
+        if num_tokens > start:
+            extras = [
+                Extra(feature.mm_position.offset, "multimodal", feature.identifier.encode())
+                for feature in request.mm_features
+                if start <= feature.mm_position.offset < num_tokens
+            ]
+            content.extend(list(request.all_token_ids[start:num_tokens]), extras)
+
+    def _reason(self, request: Any) -> str:
+        if getattr(request, "prompt_embeds", None) is not None or request.prompt_token_ids is None:
+            return "prompt embeddings have no tokens to be known by"
+        if getattr(request, "resumable", False):
+            return "the tokens of a streamed prompt may still change"
+        if request.pooling_params is not None:
+            return "only requests that generate are cached"
+        return ""
+
+    def _adapter(self, adapter: Any) -> bytes | None:
+        """32 bytes over an adapter's files; None if it can't be told what was loaded."""
+        if getattr(adapter, "load_inplace", False) or getattr(adapter, "tensorizer_config_dict", None):
+            return None
+        name = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+        if name not in self._adapters:
+            try:
+                folder = Path(adapter.lora_path)
+                weights = weights_fingerprint(folder)
+                config = (folder / "adapter_config.json").read_bytes()
+                self._adapters[name] = blake2b(
+                    encode([weights, config]), digest_size=32, person=b"lmcache-core l2"
+                ).digest()
+            except (OSError, LMCacheError) as error:
+                log.warning("adapter %s: %s", adapter.lora_name, error)
+                self._adapters[name] = None
+        return self._adapters[name]
+
+    def _leave_out(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning("a request is left out of the cache, and others like it will be: %s", reason)

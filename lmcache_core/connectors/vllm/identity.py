@@ -1,0 +1,116 @@
+"""Whose KV it is: the model record and the part of one rank, from vLLM's own configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.connectors.effective import PREFIX_ROPE_TYPES, effective_fields, rope_types
+from lmcache_core.connectors.vllm.versions import vllm_version
+from lmcache_core.errors import UnsupportedModel
+from lmcache_core.identity import ModelRecord, Part, Value, weights_fingerprint
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def model_record(vllm_config: Any, chunk_tokens: int, fingerprint_folder: Path | None) -> ModelRecord:
+    """Reads every byte of the weight files, unless they are a hub's or their fingerprint is remembered.
+
+    Raises:
+        UnsupportedModel: the weights can't be found, or a config field can't be compared.
+    """
+    return ModelRecord(
+        weights=_weights(vllm_config, fingerprint_folder),
+        config=_effective_config(vllm_config),
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def rank_part(vllm_config: Any, spec: Any, layer_names: Sequence[str], block_nbytes: int, order: str) -> Part:
+    """The layers and KV heads that this rank holds. `order` names the order of bytes inside a block.
+
+    Raises:
+        UnsupportedModel: layers or heads that can't be placed in the whole model.
+    """
+    indices = [_layer_index(name) for name in layer_names]
+    if indices != list(range(indices[0], indices[0] + len(indices))):
+        raise UnsupportedModel(f"layers {indices} are not one stretch of the model")
+    heads, block_tokens = spec.num_kv_heads, spec.block_size
+    if block_nbytes % (heads * block_tokens):
+        raise UnsupportedModel(
+            f"a block of {block_nbytes} bytes can't be shared by {heads} heads of {block_tokens} tokens"
+        )
+    first = _first_head(vllm_config, heads)
+    return Part(
+        layers=(indices[0], indices[-1] + 1),
+        heads=(first, first + heads),
+        content_format=f"vllm {vllm_version()} blocks {order} {_name(spec.dtype)} {block_tokens}",
+        content_nbytes=block_nbytes // (heads * block_tokens),
+    )
+
+
+def in_order(layer_names: Sequence[str]) -> list[str]:
+    """The names by their layers' place in the model."""
+    return sorted(layer_names, key=_layer_index)
+
+
+def _layer_index(name: str) -> int:
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    if len(numbers) != 1:
+        raise UnsupportedModel(f"layer {name!r} doesn't say its place in the model")
+    return int(numbers[0])
+
+
+def _first_head(vllm_config: Any, heads: int) -> int:
+    """The first KV head of this rank, counted over the whole model. Ranks may hold the same ones."""
+    parallel = vllm_config.parallel_config
+    total = 1 if vllm_config.model_config.use_mla else vllm_config.model_config.get_total_num_kv_heads()
+    place = parallel.rank % parallel.tensor_parallel_size
+    first = place * total // parallel.tensor_parallel_size
+    if not 0 < heads <= total or first % heads:
+        raise UnsupportedModel(
+            f"{heads} of {total} KV heads on rank {place} of {parallel.tensor_parallel_size} can't be placed"
+        )
+    return int(first)
+
+
+def _weights(vllm_config: Any, fingerprint_folder: Path | None) -> str:
+    model = vllm_config.model_config
+    path = Path(model.model)
+    if path.exists():
+        return weights_fingerprint(path, cache_dir=fingerprint_folder)
+    try:
+        from huggingface_hub import snapshot_download
+
+        path = Path(
+            snapshot_download(
+                model.model,
+                revision=model.revision,
+                cache_dir=vllm_config.load_config.download_dir,
+                local_files_only=True,
+            )
+        )
+    except Exception as error:  # recorded boundary: a foreign package, with errors of its own
+        raise UnsupportedModel(f"the weight files of {model.model} can't be found: {error}") from error
+    if _COMMIT.fullmatch(path.name):
+        return f"hub:{path.name}"
+    return weights_fingerprint(path, cache_dir=fingerprint_folder)
+
+
+def _effective_config(vllm_config: Any) -> dict[str, Value]:
+    model = vllm_config.model_config
+    rope = rope_types(model.hf_text_config)
+    config = effective_fields(model.hf_config.to_dict(), rope)
+    config["architecture"] = str(model.architecture)
+    config["compute_dtype"] = _name(model.dtype)
+    config["quantization"] = None if model.quantization is None else str(model.quantization)
+    if not rope <= PREFIX_ROPE_TYPES:
+        # vLLM fixes these frequencies when it starts, by the longest sequence that it will take.
+        config["max_model_len"] = int(model.max_model_len)
+    return config
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,233 @@
+"""The scheduler's side: what each request can load, what it will have to save, and in which step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_core.connectors.vllm.contents import Contents
+from lmcache_core.connectors.vllm.lookups import Arrival, Held, Lookups
+from lmcache_core.connectors.vllm.metadata import Load, Report, Save, Step
+from lmcache_core.identity import Content, NamedContent
+
+QUICK_S = 0.002
+"""How long the first question waits for a prefetch: usually enough to learn that there is nothing."""
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One unfinished request."""
+
+    request: Any
+    content: Content
+    limit: int | None = None
+    """Nothing from this token on is loaded: it failed before."""
+    arrival: Arrival | None = None
+    gives_up_at: float | None = None
+    """When the wait for slower tiers ends, however much has arrived. None before the first question."""
+    looked_far: bool = False
+    """Slower tiers have given what they have, or had their time."""
+    held: Held | None = None
+    asked_at: float = 0.0
+    """When `held` was pinned."""
+    offer: NamedContent | None = None
+    """What `held` covers."""
+    num_local: int = 0
+    """Tokens that the engine had by itself when it last asked."""
+    saved: int = 0
+    """Tokens `[0, saved)` were loaded, or given to the workers to save."""
+
+
+class SchedulerSide:
+    """Tracks every unfinished request. For the scheduler's thread; does no I/O and waits at most 2 ms."""
+
+    def __init__(
+        self,
+        lookups: Lookups,
+        block_tokens: int,
+        *,
+        loads: bool,
+        saves: bool,
+        tails: bool,
+        prefetch_deadline_s: float,
+        prefetches: int,
+        pin_ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lookups = lookups
+        self._chunk_tokens = lookups.model.chunk_tokens
+        self._block_tokens = block_tokens
+        self._loads = loads
+        self._saves = saves
+        self._tails = tails
+        self._unit = block_tokens if tails else self._chunk_tokens  # what a prefix may end at
+        self._prefetch_deadline_s = prefetch_deadline_s
+        self._prefetches = prefetches
+        self._repin_after_s = pin_ttl_s / 2
+        self._clock = clock
+        self.contents = Contents(lookups.model)
+        self._tracked: dict[str, _Tracked] = {}
+        self._arrivals: list[Arrival] = []  # that may still run, at most `prefetches`
+        self._pending: list[Load] = []  # promised since the last step was planned
+        self._num_reports = 0
+
+    # -- the life of a request -------------------------------------------------------------------
+
+    def matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
+        """How many tokens after the first `num_local` can be loaded; None: ask again."""
+        tracked = self._track(request)
+        if tracked is None or not self._loads:
+            return 0, False
+        most = request.num_tokens if tracked.limit is None else min(tracked.limit, request.num_tokens)
+        if min(most, request.num_tokens - 1) - num_local < self._block_tokens - 1:
+            self._let_go(tracked)  # no block is left that a load could save
+            return 0, False
+        self.contents.grow(tracked.content, request, request.num_tokens)
+        held = self._hold(tracked, most)
+        if held.num_tokens < most // self._unit * self._unit and not tracked.looked_far:
+            if self._still_arriving(tracked):
+                return None, False
+            tracked.looked_far = True
+            self._end_arrival(tracked)
+            held = self._hold(tracked, most, again=True)
+        whole = held.num_tokens // self._block_tokens * self._block_tokens
+        # The last token is always computed: its logits are not stored.
+        num_tokens = min(whole, request.num_tokens - 1) - num_local
+        if num_tokens <= 0:
+            self._release(tracked)
+            return 0, False
+        tracked.offer = NamedContent.of(tracked.content, held.num_tokens)
+        tracked.num_local = num_local
+        return num_tokens, False
+
+    def allocated(self, request: Any, block_ids: list[int], num_tokens: int) -> None:
+        """vLLM has taken `num_tokens` of what was offered, and gives blocks to load them into."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or num_tokens <= 0:
+            if tracked is not None:
+                self._let_go(tracked)
+            return
+        assert tracked.held is not None
+        assert tracked.offer is not None
+        self._pending.append(
+            Load(
+                request_id=request.request_id,
+                content=tracked.offer,
+                first=tracked.num_local,
+                end=tracked.num_local + num_tokens,
+                block_ids=block_ids,
+                lookup_ids=tracked.held.lookup_ids,
+            )
+        )
+        tracked.saved = max(tracked.saved, tracked.offer.num_tokens)
+        tracked.held = None  # the workers end these pins
+        self._let_go(tracked)
+
+    def step(self) -> Step:
+        """The plan for the step that vLLM has just scheduled, with what was promised since the last."""
+        step = Step(loads=self._pending, reports_seen=self._num_reports)
+        self._pending = []
+        return step
+
+    def plan_saves(self, step: Step, scheduled: Any) -> None:
+        """Adds what the step completes."""
+        if not self._saves:
+            return
+        for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and (end := self._complete(tracked, num_scheduled)) > tracked.saved:
+                tracked.saved = end  # whatever happens now: it is tried once
+                blocks = scheduled.kv_connector_block_state.get_block_ids(request_id)
+                self.contents.grow(tracked.content, tracked.request, end)
+                content = NamedContent.of(tracked.content, end)
+                step.saves.append(Save(request_id=request_id, content=content, block_ids=list(blocks[0])))
+
+    def reported(self, report: Report) -> None:
+        """Takes the workers' report of failed loads: what failed once isn't tried again for that request."""
+        self._num_reports += 1
+        for request_id, first in report.failed.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.limit = first // self._chunk_tokens * self._chunk_tokens
+                tracked.saved = min(tracked.saved, first)
+
+    def finished(self, request_id: str) -> None:
+        """The request is gone, however it ended."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None:
+            self._let_go(tracked)
+
+    def forget(self, epoch: bytes) -> None:
+        """The model's weights may be others from now on: no KV of before is loaded, or saved later."""
+        self.close()
+        self.contents.new_epoch(epoch)
+
+    def close(self) -> None:
+        """Lets go of all requests."""
+        for request_id in list(self._tracked):
+            self.finished(request_id)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _track(self, request: Any) -> _Tracked | None:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            content = self.contents.of(request)
+            if content is None:
+                return None
+            tracked = self._tracked[request.request_id] = _Tracked(request, content)
+        return tracked
+
+    def _hold(self, tracked: _Tracked, most: int, *, again: bool = False) -> Held:
+        """What is pinned for the request: as it was found before, unless that is long ago."""
+        now = self._clock()
+        if tracked.held is not None:
+            if not again and now < tracked.asked_at + self._repin_after_s:
+                return tracked.held
+            self._release(tracked)
+        tracked.held = self._lookups.hold(tracked.content, most)
+        tracked.asked_at = now
+        return tracked.held
+
+    def _still_arriving(self, tracked: _Tracked) -> bool:
+        """Whether to wait for more from slower tiers; starts bringing it when there is room for that."""
+        if not self._lookups.has_far_tiers:
+            return False
+        now = self._clock()
+        if tracked.gives_up_at is None:
+            tracked.gives_up_at = now + self._prefetch_deadline_s
+        if tracked.arrival is None:
+            self._arrivals = [arrival for arrival in self._arrivals if not arrival.done]
+            if len(self._arrivals) < self._prefetches:
+                tracked.arrival = self._lookups.bring_near(tracked.content)
+                self._arrivals.append(tracked.arrival)
+                tracked.arrival.wait(QUICK_S)
+        arrived = tracked.arrival is not None and tracked.arrival.done
+        return not arrived and now < tracked.gives_up_at
+
+    def _end_arrival(self, tracked: _Tracked) -> None:
+        if tracked.arrival is not None:
+            tracked.arrival.cancel()
+            tracked.arrival = None
+
+    def _let_go(self, tracked: _Tracked) -> None:
+        """Ends what the request waits for and holds; the next question starts anew."""
+        self._end_arrival(tracked)
+        self._release(tracked)
+        tracked.gives_up_at, tracked.looked_far = None, False
+
+    def _release(self, tracked: _Tracked) -> None:
+        if tracked.held is not None:
+            held, tracked.held, tracked.offer = tracked.held, None, None
+            self._lookups.release(held)
+
+    def _complete(self, tracked: _Tracked, num_scheduled: int) -> int:
+        """How many leading tokens' KV will be complete and confirmed after this step, as far as saved."""
+        request = tracked.request
+        confirmed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+        end: int = confirmed // self._chunk_tokens * self._chunk_tokens
+        if self._tails and tracked.saved < request.num_prompt_tokens <= confirmed:
+            end = max(end, request.num_prompt_tokens // self._block_tokens * self._block_tokens)
+        return end

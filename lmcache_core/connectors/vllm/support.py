@@ -1,0 +1,87 @@
+"""Which vLLM configurations can be served: everything else is refused when the engine starts, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmcache_core.errors import UnsupportedModel
+
+_READ_FROM_THE_MODEL_PATH = frozenset(
+    {
+        *(
+            "auto",
+            "hf",
+            "safetensors",
+            "fastsafetensors",
+            "instanttensor",
+            "pt",
+            "npcache",
+            "mistral",
+            "gguf",
+        ),
+        "bitsandbytes",
+    }
+)
+"""Load formats whose weights are the files that are fingerprinted."""
+
+_DRAFTS_WITHOUT_KV = frozenset({"ngram", "suffix"})
+
+
+def check_config(vllm_config: Any) -> None:
+    """
+    Raises:
+        UnsupportedModel: KV that isn't a function of the prefix, the weights and the config alone, or that
+            this connector can't tell apart yet; with the reason.
+    """
+    for refused, reason in _reasons(vllm_config):
+        if refused:
+            raise UnsupportedModel(f"the LMCacheCore connector can't be used with {reason}")
+
+
+def attention_spec(kv_cache_config: Any) -> Any:
+    """The spec of the one attention group that there is.
+
+    Raises:
+        UnsupportedModel: several groups, or one that doesn't keep the KV of every token.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    if len(groups) != 1:
+        raise UnsupportedModel(f"{len(groups)} groups of layers with KV of their own ({', '.join(kinds)})")
+    spec = groups[0].kv_cache_spec
+    if kinds[0] == "UniformTypeKVCacheSpecs":
+        inner = list(spec.kv_cache_specs.values())
+        if any(each != inner[0] for each in inner):
+            raise UnsupportedModel("layers whose KV differs in heads or size")
+        spec = inner[0]
+    if type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        raise UnsupportedModel(f"layers of kind {type(spec).__name__}: only full attention is supported yet")
+    return spec
+
+
+def _reasons(vllm_config: Any) -> list[tuple[bool, str]]:
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    load_format = str(vllm_config.load_config.load_format)
+    draft = getattr(vllm_config.speculative_config, "method", None)
+    return [
+        (
+            load_format not in _READ_FROM_THE_MODEL_PATH,
+            f"load format {load_format!r}: the weights aren't the files in the model's directory",
+        ),
+        (bool(getattr(cache, "calculate_kv_scales", False)), "KV scales computed at run time"),
+        (
+            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"KV of dtype {cache.cache_dtype}: its scales aren't told apart yet",
+        ),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "context parallelism: a rank holds only some tokens of a block",
+        ),
+        (
+            draft is not None and draft not in _DRAFTS_WITHOUT_KV,
+            f"speculative decoding by {draft!r}: the draft model's KV is not told apart yet",
+        ),
+        (model.runner_type != "generate", f"the runner {model.runner_type!r}: only generation is cached"),
+        (bool(getattr(model, "is_encoder_decoder", False)), "an encoder-decoder"),
+    ]

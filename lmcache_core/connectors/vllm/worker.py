@@ -1,0 +1,92 @@
+"""The worker's side: moves KV between this rank's blocks and its cache engine, as the scheduler planned."""
+
+from __future__ import annotations
+
+import logging
+
+from lmcache_core.connectors.vllm.blocks import RequestBlocks
+from lmcache_core.connectors.vllm.metadata import Load, Report, Save, Step
+from lmcache_core.engine import CacheEngine
+from lmcache_core.errors import LMCacheError
+from lmcache_core.kernels import OpaqueBlocks
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """One rank's loads and saves. For one thread; nothing that a tier does raises out of it."""
+
+    def __init__(
+        self, engine: CacheEngine, blocks: OpaqueBlocks, block_tokens: int, *, rank: int = 0
+    ) -> None:
+        self._engine = engine
+        self._blocks = blocks
+        self._block_tokens = block_tokens
+        self._rank = rank
+        self._near = engine.memory_tiers
+        self._failed: dict[str, int] = {}  # of this step
+        self._failed_blocks: set[int] = set()  # of this step
+        self._num_reports = 0
+        self._bad_blocks: dict[int, int] = {}
+        # Block id → number of the report that names it. Until the scheduler has dealt with that report,
+        # what is computed on such a block is not stored.
+
+    def load(self, step: Step) -> None:
+        """Fills the blocks of everything promised for this step; what can't be had is reported."""
+        for load in step.loads:
+            end = self._load(load)
+            if end < load.end:
+                blocks = load.block_ids[
+                    max(end, load.first) // self._block_tokens : -(-load.end // self._block_tokens)
+                ]
+                log.warning(
+                    "request %s: %d promised tokens could not be loaded; they must be computed",
+                    *(load.request_id, load.end - max(end, load.first)),
+                )
+                self._failed[load.request_id] = end
+                self._failed_blocks.update(blocks)
+                self._bad_blocks.update(dict.fromkeys(blocks, self._num_reports + 1))
+
+    def save(self, step: Step) -> None:
+        """Takes what the step's forward has completed. The blocks may be reused when this returns."""
+        seen = step.reports_seen
+        self._bad_blocks = {block: number for block, number in self._bad_blocks.items() if number > seen}
+        for save in step.saves:
+            if self._bad_blocks.keys().isdisjoint(save.block_ids):
+                self._save(save)
+
+    def report(self) -> Report | None:
+        """The step's failed loads, once."""
+        if not self._failed:
+            return None
+        self._num_reports += 1
+        failed, self._failed = self._failed, {}
+        return Report(failed=failed)
+
+    def failed_blocks(self) -> set[int]:
+        """The step's blocks that were promised and not filled, once."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def _load(self, load: Load) -> int:
+        """Returns the end of the tokens that are in place."""
+        target = RequestBlocks(
+            self._blocks, self._block_tokens, load.block_ids, first=load.first, end=load.end
+        )
+        try:
+            return self._engine.retrieve(load.content, target, search_range=self._near).num_tokens
+        except Exception:  # recorded boundary: a load that fails is computed
+            log.exception("request %s: loading failed", load.request_id)
+            return load.first
+        finally:
+            try:
+                self._engine.lookup_unpin(load.lookup_ids[self._rank])
+            except LMCacheError as error:
+                log.warning("request %s: %s", load.request_id, error)
+
+    def _save(self, save: Save) -> None:
+        source = RequestBlocks(self._blocks, self._block_tokens, save.block_ids)
+        try:
+            self._engine.store(save.content, source)
+        except Exception:  # recorded boundary: what can't be stored will be computed again
+            log.exception("request %s: storing failed", save.request_id)
