@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +152,8 @@ def test_floors_fail_only_when_they_are_enforced(invoke: SimpleNamespace, small:
     reported = invoke.run(*arguments)
     assert reported.exit_code == 0, reported.output
     assert "below the floor of 0.5" in reported.output
+    assert "passed (below floor)  performance: reading keeps up with the bare medium" in reported.output
+    assert re.search(r"slow: 3 passed \([123] below floor\), in ", reported.output)
     assert invoke.run(*arguments, "--enforce-performance").exit_code == 1
 
 

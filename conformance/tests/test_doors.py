@@ -158,6 +158,23 @@ def test_the_library_call_knows_deviations_too() -> None:
     assert run(harness, properties=[STATS]).results[0].verdict is Verdict.FAILED
 
 
+SLOW = """
+from conformance_backends.broken_performance import ReadsInTinyPieces
+
+class TestMine(BackendConformance):
+    harness = SmallHarness(ReadsInTinyPieces)
+"""
+
+
+def test_a_property_below_its_floor_does_not_count_as_passed_under_pytest(pytester: pytest.Pytester) -> None:
+    result = collect_and_run(pytester, SLOW, "-k", "reading_keeps_up", "-v")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(
+        ["*PASSED (BELOW FLOOR)*", "*conformance: performance*", "*below the floor of 0.5"]
+    )
+    result.stdout.fnmatch_lines(["*1 passed (below floor)*"])
+
+
 ILL_LISTED: dict[str, tuple[object, type[Exception], str]] = {
     "no reason": ((Deviation(STATS, " "),), ValueError, f"gives no reason for {STATS}"),
     "no property": ((Deviation(STATS[:-2], "x"),), ValueError, f"no property; did you mean '{STATS}'?"),

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from conformance_backends.broken_conduct import CountsAttempts
+from conformance_backends.broken_performance import ReadsInTinyPieces
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.config import ByteSize
@@ -33,6 +34,7 @@ from lmcache_core_conformance.report import (
 
 GROUPS = ("honesty", "performance")
 STATS = "test_stats_count_what_is_stored"
+READS = "test_reading_keeps_up_with_the_bare_medium"
 RANGES = "test_a_range_past_the_end_is_never_ok"
 
 
@@ -119,6 +121,31 @@ def test_figures_carry_their_baseline_and_their_floor() -> None:
         assert figure.ratio > 0
         assert figure.low <= figure.ratio <= figure.high
         assert not figure.enforced
+
+
+def test_a_property_below_its_floor_does_not_just_say_that_it_passed() -> None:
+    harness = SmallHarness(ReadsInTinyPieces)
+    report = describe(run(harness, groups=["performance"]), harness)
+    slow = {result.name for result in report.results if result.below_floor}
+    assert slow == {figure.property for figure in report.figures if figure.ratio < figure.floor}
+    assert READS in slow
+    assert parse(encode(report)).results == report.results
+    assert "passed (below floor)" in Page(render(report)).text
+    assert "below the floor of its speed." in headline(report)[1]
+    harness.enforce_performance = True
+    enforced = run(harness, properties=[READS]).results[0]
+    assert (enforced.verdict, enforced.below_floor) == (Verdict.FAILED, False)
+
+
+def test_a_report_of_the_first_minor_version_is_still_read() -> None:
+    earlier = msgspec.json.decode(encode(document()))
+    earlier["version"] = [1, 0]
+    del earlier["interrupted"]
+    for result in earlier["results"]:
+        del result["below_floor"]
+    read = parse(msgspec.json.encode(earlier))
+    assert not read.interrupted
+    assert [result.name for result in read.results] == [result.name for result in document().results]
 
 
 def test_a_later_minor_version_is_read_without_what_is_new_in_it() -> None:

@@ -38,7 +38,7 @@ from lmcache_core_conformance.report import (
 )
 from lmcache_core_conformance.runner import Interrupted, Report, Result, run
 from lmcache_core_conformance.suite import GROUPS, NAMES
-from lmcache_core_conformance.verdicts import Verdict
+from lmcache_core_conformance.verdicts import Verdict, said
 from lmcache_core_conformance.watch import bounded
 
 T = TypeVar("T")
@@ -281,10 +281,11 @@ def _or_cannot_run(work: Callable[[], T]) -> T:
 
 
 def _show(console: Console, result: Result) -> None:
-    style = _STYLES[result.verdict]
+    style = "yellow" if result.below_floor else _STYLES[result.verdict]
+    verdict = said(result.verdict, below_floor=result.below_floor)
     _print(
         console,
-        f"[{style}]{result.verdict.value:>14}[/]  {result.prop.group}: {escape(result.prop.sentence)} "
+        f"[{style}]{verdict:>14}[/]  {result.prop.group}: {escape(result.prop.sentence)} "
         f"[dim]{result.seconds:.2f} s[/]",
     )
     if result.reason:
@@ -296,11 +297,17 @@ def _show(console: Console, result: Result) -> None:
 
 
 def _summarise(console: Console, name: str, report: Report) -> None:
-    counts = [f"{len(report.of(verdict))} {verdict.value}" for verdict in Verdict if report.of(verdict)]
+    slow = sum(result.below_floor for result in report.results)
+    added = {Verdict.PASSED: f" ({slow} below floor)"} if slow else {}
+    counts = [
+        f"{len(found)} {verdict.value}{added.get(verdict, '')}"
+        for verdict in Verdict
+        if (found := report.of(verdict))
+    ]
     took = f"in {report.seconds:.0f} s"
     _print(console, f"[bold]{escape(name)}[/]: {', '.join(counts) or 'nothing ran'}, {took}")
     if report.interrupted:
-        _print(console, "[bold red]interrupted[/]: the rest was not run, and the report says so")
+        _print(console, "[bold red]interrupted[/]: the rest was not run")
     reasons = Counter(result.reason for result in report.of(Verdict.UNPROVEN))
     for reason, number in reasons.items():
         _print(console, f"[yellow]{number} unproven[/]: {escape(reason)}")

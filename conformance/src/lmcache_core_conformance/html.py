@@ -61,9 +61,12 @@ def headline(document: ReportDocument) -> tuple[Verdict, str]:
         return Verdict.UNPROVEN, f"Nothing failed, but {unproven} could not be tried.{partial}"
     if deviations:
         return Verdict.DEVIATION, f"Passed, with {_count(deviations, 'listed deviation')}.{partial}"
+    slow = sum(result.below_floor for result in document.results)
+    below = f" {_count(slow, 'property', 'properties')} below the floor of its speed." if slow else ""
     if partial:
-        return Verdict.UNPROVEN, f"What was run passed.{partial}"
-    return Verdict.PASSED, "Passed every property that applies to it."
+        return Verdict.UNPROVEN, f"What was run passed.{below}{partial}"
+    tone = Verdict.UNPROVEN if slow else Verdict.PASSED
+    return tone, f"Passed every property that applies to it.{below}"
 
 
 def _header(document: ReportDocument) -> str:
@@ -182,10 +185,10 @@ def _group(name: str, results: tuple[PropertyResult, ...]) -> str:
 def _property(result: PropertyResult) -> str:
     sentence = result.sentence[:1].upper() + result.sentence[1:]
     detail = f'<div class="detail">{escape(result.detail)}</div>' if result.detail else ""
-    css = _css(result.verdict)
+    css = _css(Verdict.UNPROVEN if result.below_floor else result.verdict)
     return (
         f'<tr class="{css}" id="{escape(result.name)}"><td class="verdict">'
-        f'<span class="badge">{result.verdict.value}</span></td>'
+        f'<span class="badge">{result.said}</span></td>'
         f'<td>{escape(sentence)}.<div class="why">{_prose(result.why)}</div>{detail}</td>'
         f'<td class="right soft number">{result.seconds:.2f} s</td></tr>'
     )

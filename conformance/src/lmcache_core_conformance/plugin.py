@@ -25,6 +25,7 @@ _EXCUSES = ("skip", "skipif", "xfail")
 _VERDICT = "conformance_verdict"
 _FIGURE = "conformance_figure"
 _LETTERS = {"unproven": "u", "not applicable": "n"}
+_BELOW_FLOOR = "passed (below floor)"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -132,10 +133,14 @@ def _tell(item: pytest.Item, report: pytest.TestReport, result: Result) -> None:
         report.wasxfail = result.reason
     elif verdict is Verdict.FAILED:
         report.outcome = "failed"
+    elif result.below_floor:
+        setattr(report, _VERDICT, _BELOW_FLOOR)
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     verdict = getattr(report, _VERDICT, None)
+    if verdict == _BELOW_FLOOR:
+        return verdict, "b", verdict.upper()
     return None if verdict is None else (verdict, _LETTERS[verdict], verdict.upper())
 
 
@@ -143,7 +148,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says what was measured, and once what is unproven or not applicable, and why."""
     figures = [
         f"{report.nodeid.rpartition('::')[0].rpartition('::')[2]}: {text}"
-        for outcome in ("passed", "failed")
+        for outcome in ("passed", _BELOW_FLOOR, "failed")
         for report in terminalreporter.getreports(outcome)
         for name, text in report.user_properties
         if name == _FIGURE

@@ -20,7 +20,7 @@ from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.redaction import Redactor, Value, shown_options
 from lmcache_core_conformance.runner import Report
 from lmcache_core_conformance.suite import NAMES
-from lmcache_core_conformance.verdicts import Verdict
+from lmcache_core_conformance.verdicts import Verdict, said
 
 FORMAT = "lmcache-core-conformance-report"
 VERSION = (1, 1)
@@ -88,6 +88,14 @@ class PropertyResult(msgspec.Struct, frozen=True, kw_only=True):
         str, about("what was seen; the missing hook, the capability, or the deviation's reason")
     ]
     seconds: Annotated[float, about("how long it took")]
+    below_floor: Annotated[
+        bool, about("whether it passed only because floors were not enforced: a figure is below its floor")
+    ] = False
+
+    @property
+    def said(self) -> str:
+        """The verdict in words."""
+        return said(self.verdict, below_floor=self.below_floor)
 
 
 class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +168,7 @@ def describe(report: Report, harness: Harness, *, name: str | None = None) -> Re
                 verdict=result.verdict,
                 detail=redactor.clean(result.reason),
                 seconds=round(result.seconds, 3),
+                below_floor=result.below_floor,
             )
             for result in report.results
         )
@@ -222,8 +231,7 @@ def differences(one: ReportDocument, other: ReportDocument) -> list[str]:
     """
     if one.interrupted or other.interrupted:
         raise ReportError("a run that was interrupted says nothing of what it did not reach: run it again")
-    first = {result.name: result.verdict.value for result in one.results}
-    second = {result.name: result.verdict.value for result in other.results}
+    first, second = ({result.name: result.said for result in report.results} for report in (one, other))
     return [
         f"{name}: {first.get(name, 'not run')}, then {second.get(name, 'not run')}"
         for name in dict.fromkeys([*first, *second])

@@ -24,6 +24,11 @@ class Result:
     seconds: float
     figures: tuple[Figure, ...] = ()
 
+    @property
+    def below_floor(self) -> bool:
+        """Whether it passed only because floors weren't enforced."""
+        return self.verdict is Verdict.PASSED and any(figure.below_floor for figure in self.figures)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -23,6 +23,11 @@ class Verdict(Enum):
     """Failed, and listed by the harness as a known deviation."""
 
 
+def said(verdict: Verdict, *, below_floor: bool) -> str:
+    """A verdict in words: what only passed because its floor wasn't enforced doesn't just say so."""
+    return f"{verdict.value} (below floor)" if below_floor else verdict.value
+
+
 class Violation(AssertionError):
     """The backend broke a property; the message says what was seen and what was due."""
 
