@@ -1,0 +1,20 @@
+"""The same over a real Valkey, with values of several pieces: a piece holds two pages."""
+
+from __future__ import annotations
+
+from lmcache_core_conformance import BackendConformance
+
+from .harness import SiteHarness
+from .servers import require
+from .sites import Site
+
+BINARY = require("valkey")
+
+
+class ValkeyHarness(SiteHarness):
+    def __init__(self) -> None:
+        super().__init__(lambda settings: Site(BINARY, settings), {"piece_bytes": "64KiB"})
+
+
+class TestValkey(BackendConformance):
+    harness = ValkeyHarness()
