@@ -87,7 +87,11 @@ def _refuse_exotic(text: str, source: str) -> None:
             )
         tag = getattr(event, "tag", None)
         if tag is not None:
-            raise ConfigError(f"{source}, line {line}: tags ({tag}) are not allowed; write a plain value")
+            named = (
+                f" ({tag})" if tag.startswith("tag:") else ""
+            )  # else it may be a password that begins with !
+            message = f"tags{named} are not allowed; write a plain value, or put it in quotes"
+            raise ConfigError(f"{source}, line {line}: {message}")
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import inspect
 
+from lmcache_core.config.secrecy import is_named_like_a_secret, without_secrets
 from lmcache_core.config.types import ByteSize, Duration, describe, path_from_config
 from lmcache_core.errors import ConfigError
 
@@ -115,8 +116,10 @@ def explain(error: msgspec.ValidationError, document: object, struct: type[msgsp
     if own and owner is not None:
         inner = _steps(f".{own['path']}")
         if inner[0] in [field.encode_name for field in owner.fields]:
-            return Fault((*place, *inner), own["fault"])
-    return Fault(place, _value_fault(text, _value_at(document, place), kind))
+            return Fault((*place, *inner), without_secrets(own["fault"], document))
+    named = any(isinstance(step, str) and is_named_like_a_secret(step) for step in place)
+    fault = _value_fault(text, _value_at(document, place), kind, hidden=named or _may_be_secret(kind))
+    return Fault(place, without_secrets(fault, document))
 
 
 def _split(message: str) -> tuple[str, Place, bool]:
@@ -137,8 +140,8 @@ def _ask_for(owner: inspect.StructType | None, name: str) -> str:
     return f"add `{name}: ...`" + (f" ({meaning.rstrip('.')})" if meaning else "")
 
 
-def _value_fault(text: str, value: object, kind: inspect.Type | None) -> str:
-    shown = "something else" if _may_be_secret(kind) else describe(value)
+def _value_fault(text: str, value: object, kind: inspect.Type | None, *, hidden: bool) -> str:
+    shown = "something else" if hidden else describe(value)
     wrong_type = re.fullmatch(r"Expected `([^`]*)`, got `([^`]*)`", text)
     if wrong_type:
         wanted = wrong_type[1].split(" | ")

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Self
 
+from lmcache_core.config.secrecy import holds_credentials
+
 _BYTE_UNITS = {
     "": 1,
     "b": 1,
@@ -116,11 +118,11 @@ def path_from_config(value: object) -> Path:
     try:
         return Path(value).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{value!r} names a home directory that can't be found: {error}") from error
+        raise ValueError(f"{describe(value)} names a home directory that can't be found: {error}") from error
 
 
 def describe(value: object) -> str:
-    """`value` as an error message shows it: short, and by its YAML kind when it isn't a scalar."""
+    """`value` as an error message shows it: short, without credentials, by its YAML kind if not a scalar."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -129,6 +131,8 @@ def describe(value: object) -> str:
         return "a mapping"
     if isinstance(value, list | tuple):
         return "a list"
+    if isinstance(value, str) and holds_credentials(value):
+        return "text with credentials (not shown)"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -152,7 +156,7 @@ def _parse_bytes(text: str) -> int:
     scale: int = 10 ** len(fraction)
     nbytes, rest = divmod(int(whole + fraction) * factor, scale)
     if rest:
-        raise ValueError(f"{text.strip()} is not a whole number of bytes")
+        raise ValueError(f"{describe(text.strip())} is not a whole number of bytes")
     return nbytes
 
 

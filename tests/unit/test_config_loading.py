@@ -305,6 +305,48 @@ def test_no_error_shows_what_may_be_a_secret(options: dict[str, object]) -> None
         shown = shown.__cause__
 
 
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    pin: int = 0
+    auth_token: str = ""
+    access_key_age: Duration = Duration("1d")
+    servers: list[str] = []
+    credentials: dict[str, int] = {}
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if self.port < 0:
+            raise ValueError(f"port: {self.port} with {self.auth_token!r} can't be")
+
+
+@pytest.mark.parametrize(
+    ("options", "secret", "said"),
+    [
+        ({"pin": "hunter2"}, "hunter2", "pin: expected a whole number, got something else"),
+        ({"auth_token": 12345678}, "12345678", "got something else; put it in quotes to keep it text"),
+        ({"access_key_age": "hunter2"}, "hunter2", "access_key_age: '***' is not a duration"),
+        ({"access_key_age": "hunter2" * 12}, "hunter2", "access_key_age: '***... is not a duration"),
+        ({"credentials": {"first": "hunter2"}}, "hunter2", "expected a whole number, got something else"),
+        ({"port": "redis://me:hunter2@host"}, "hunter2", "got text with credentials (not shown)"),
+        ({"servers": "host=db password=hunter2"}, "hunter2", "got text with credentials (not shown)"),
+        ({"port": "https://host/?X-Amz-Signature=hunter2"}, "hunter2", "with credentials (not shown)"),
+        ({"port": -1, "auth_token": "hun'ter2"}, "ter2", 'port: -1 with "***" can\'t be'),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_not_shown_where_it_may_be_a_secret(
+    options: dict[str, object], secret: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(Account, options, "options")
+    assert said in str(caught.value)
+    assert secret not in str(caught.value)
+
+
+def test_a_password_that_yaml_takes_for_a_tag_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 1: tags are not allowed; .* quotes") as caught:
+        read_document(write(tmp_path, "password: !hunter2\n"))
+    assert "hunter2" not in str(caught.value)
+
+
 def test_what_reads_another_kind_of_file_gives_its_own_example(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the file is empty; it must hold a mapping \(`options: {}`\)"):
         read_document(write(tmp_path, ""), example="options: {}")
