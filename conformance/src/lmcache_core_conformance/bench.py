@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+from lmcache_core.errors import PluginError
+from lmcache_core.storage.checks import checked_capabilities
 from lmcache_core.storage.contract import Backend, Capabilities, Resident
 from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.driver import RecordingHost, Store
@@ -20,10 +22,12 @@ from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.preemption import Preemption
 from lmcache_core_conformance.values import PAGE
-from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
+from lmcache_core_conformance.verdicts import NotApplicable, Unproven, Violation, check
 from lmcache_core_conformance.watch import join, named_thread
 
 _CAPABILITIES: WeakKeyDictionary[Harness, tuple[Capabilities, bool]] = WeakKeyDictionary()
+_IN_ORDER: WeakSet[Harness] = WeakSet()
+"""Those whose backend declares capabilities that make sense."""
 
 
 class Place:
@@ -72,6 +76,15 @@ class Bench:
         elif not getattr(self.capabilities, capability):
             raise NotApplicable(f"capability {capability} is {getattr(self.capabilities, capability)}")
 
+    def check_declared(self) -> None:
+        """
+        Raises:
+            Unproven: the backend declares what makes no sense. Looked at once for each harness.
+        """
+        if self.harness not in _IN_ORDER:
+            _in_order(self.build(self.place()).capabilities, "its capabilities")
+            _IN_ORDER.add(self.harness)
+
     def place(self, *, small: bool = False) -> Place:
         """A new, empty place; a small one for a store that evicts by itself at `small_capacity_bytes`."""
         self._num_places += 1
@@ -105,17 +118,19 @@ class Bench:
         backend = self.build(place)
         host = self.host(backend, capacity_bytes=capacity_bytes)
         try:
-            narrowed = backend.open(host)
+            opened = backend.open(host)
+            capabilities = _in_order(backend.capabilities if opened is None else opened, "what is in force")
         except BaseException:
             backend.close()
             host.close()
             raise
-        store = Store(backend, host, narrowed or backend.capabilities, place.options)
+        store = Store(backend, host, capabilities, place.options)
         self._keep(store)
         return store
 
     def open_core(self, place: Place | None = None) -> Core:
         """Opens the backend of `place` (a new one by default) under the core's executor."""
+        self._found()  # what it declares is in order, or the core would refuse it
         place = place or self.place()
         core = Core(self.harness, self.build(place), capacity_bytes=self.harness.capacity_bytes)
         self._keep(core)
@@ -220,6 +235,17 @@ class Bench:
             store.close()
             _CAPABILITIES[self.harness] = found
         return found
+
+
+def _in_order(offers: object, what: str) -> Capabilities:
+    """
+    Raises:
+        Unproven: they make no sense; a property of its own says so, and no other can be shown.
+    """
+    try:
+        return checked_capabilities(offers, what)
+    except PluginError as error:
+        raise Unproven(f"nothing can be shown with ill-declared capabilities: {error}") from error
 
 
 def uneven_cuts(nbytes: int, pieces: int) -> Sequence[int]:

@@ -14,7 +14,7 @@ from lmcache_core_conformance.verdicts import Verdict
 _LEGEND = {
     Verdict.PASSED: "the property was tried and held",
     Verdict.FAILED: "it did not hold",
-    Verdict.UNPROVEN: "not tried: the harness lacks a hook",
+    Verdict.UNPROVEN: "not tried: the harness lacks a hook, or the capabilities are ill-declared",
     Verdict.DEVIATION: "it does not hold, and the backend's author says so, with the reason",
     Verdict.NOT_APPLICABLE: "the capability named makes it meaningless for this backend",
 }

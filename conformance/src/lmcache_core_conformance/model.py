@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import Outcome, Status
+from lmcache_core.storage.contract import Capabilities, Outcome, Status
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.driver import Store, Want
 from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
@@ -40,9 +40,11 @@ def live(bench: Bench) -> None:
         Violation: the store said something that the oracle can't explain.
     """
 
+    offered = bench.capabilities
+
     class Life(_Life):
         def __init__(self) -> None:
-            super().__init__(bench)
+            super().__init__(bench, offered)
 
     with _files_in(bench.directory):
         run_state_machine_as_test(
@@ -77,11 +79,11 @@ class _Life(RuleBasedStateMachine):
     was there; then the key stays a miss until it is put again.
     """
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, offered: Capabilities) -> None:
         super().__init__()
         self.bench = bench
         self.bound = bench.harness.small_capacity_bytes
-        self.offered = bench.capabilities
+        self.offered = offered
         self.values: dict[StorageKey, bytes] = {}
         self.version = 0
         self.may_vanish = self.offered.self_evicting

@@ -20,7 +20,7 @@ from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.redaction import Redactor, Value, shown_options
 from lmcache_core_conformance.runner import Report
 from lmcache_core_conformance.suite import NAMES
-from lmcache_core_conformance.verdicts import Verdict, said
+from lmcache_core_conformance.verdicts import Unproven, Verdict, said
 
 FORMAT = "lmcache-core-conformance-report"
 VERSION = (1, 1)
@@ -240,9 +240,12 @@ def differences(one: ReportDocument, other: ReportDocument) -> list[str]:
 
 
 def capabilities_of(bench: Bench) -> dict[str, Value]:
-    """What the backend offers once open; what it declares where it can't be opened."""
+    """What the backend offers once open, or declares where it can't be opened; nothing if that is amiss."""
     try:
+        bench.check_declared()
         capabilities = bench.capabilities
+    except Unproven:
+        return {}
     except Exception:  # noqa: BLE001 (recorded boundary: the backend is foreign code, and its run is over)
         declared: Capabilities = bench.build(bench.place()).capabilities
         capabilities = declared

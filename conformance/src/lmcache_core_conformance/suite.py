@@ -14,6 +14,7 @@ from lmcache_core_conformance.groups.configuration import Configuration
 from lmcache_core_conformance.groups.corruption import Corruption
 from lmcache_core_conformance.groups.crash import Crash
 from lmcache_core_conformance.groups.deadline import Deadline
+from lmcache_core_conformance.groups.declaration import Declaration
 from lmcache_core_conformance.groups.destination import Destination
 from lmcache_core_conformance.groups.faults import Faults
 from lmcache_core_conformance.groups.honesty import Honesty
@@ -30,6 +31,7 @@ from lmcache_core_conformance.properties import Group, Property, properties_of
 from lmcache_core_conformance.watch import bounded
 
 GROUPS: tuple[type[Group], ...] = (
+    Declaration,
     RoundTrip,
     Sizes,
     Batching,
@@ -55,6 +57,7 @@ _GROUP_OF = {group.group: group for group in GROUPS}
 
 
 class BackendConformance(
+    Declaration,
     RoundTrip,
     Sizes,
     Batching,
@@ -139,6 +142,8 @@ def execute(prop: Property, harness: Harness, on_figure: Callable[[Figure], None
         group = _GROUP_OF[prop.group]()
         group.bench = bench
         try:
+            if prop.group != Declaration.group:
+                bench.check_declared()
             for capability in prop.needs:
                 bench.require(capability)
             getattr(group, prop.name)()

@@ -16,7 +16,7 @@ class Verdict(Enum):
     PASSED = "passed"
     FAILED = "failed"
     UNPROVEN = "unproven"
-    """The harness lacks a hook that the property needs."""
+    """The harness lacks a hook that the property needs, or the backend's capabilities make no sense."""
     NOT_APPLICABLE = "not applicable"
     """A declared capability makes the property meaningless."""
     DEVIATION = "deviation"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from conformance_backends.catalogue import RACES, THROUGH_THE_CORE, breaks
+from conformance_backends.catalogue import FILLING, RACES, RANGES, THROUGH_THE_CORE, breaks
 from conformance_backends.memory import FULL, MemoryBackend
 from lmcache_core.errors import BackendError
 from lmcache_core.identity.keys import StorageKey
@@ -26,6 +26,15 @@ from lmcache_core.storage.contract import (
 )
 
 PAGE = 4096
+
+
+@breaks("capabilities_are_declared_as_the_contract_has_them")
+class DeclaresNonsense(MemoryBackend):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, max_batch=-1)
+
+
 # -- lifecycle -----------------------------------------------------------------------------------
 
 
@@ -223,7 +232,10 @@ class ContinuesByPosition(MemoryBackend):
 
 @breaks(
     "a_range_is_exactly_the_bytes_asked_for",
-    also=("ranges_in_pieces_mix_with_whole_values_in_a_batch",),
+    also=(
+        *RANGES,
+        "ranges_in_pieces_mix_with_whole_values_in_a_batch",
+    ),
 )
 class RoundsOffsetsDown(MemoryBackend):
     def cut(self, value: bytes, item: Item) -> bytes:
@@ -231,7 +243,13 @@ class RoundsOffsetsDown(MemoryBackend):
         return value[start : start + item.nbytes] if item.offset + item.nbytes <= len(value) else b""
 
 
-@breaks("the_first_range_is_not_the_whole_value", also=("a_range_is_exactly_the_bytes_asked_for",))
+@breaks(
+    "the_first_range_is_not_the_whole_value",
+    also=(
+        *RANGES,
+        "a_range_is_exactly_the_bytes_asked_for",
+    ),
+)
 class TakesOffsetZeroForWhole(MemoryBackend):
     def get_one(self, item: Item) -> Outcome:
         whole = item.whole or item.offset == 0
@@ -261,7 +279,7 @@ class CountsAttempts(MemoryBackend):
 
 @breaks(
     "a_full_store_says_so_and_keeps_what_it_has",
-    also=("an_overwrite_that_does_not_fit_keeps_the_old_value", "deleting_makes_room_again"),
+    also=(*FILLING, "an_overwrite_that_does_not_fit_keeps_the_old_value", "deleting_makes_room_again"),
 )
 class DropsOldValuesInsteadOfSayingFull(MemoryBackend):
     def keep(self, key: StorageKey, value: bytes) -> Outcome:
@@ -285,7 +303,7 @@ class LetsOneMoreIn(MemoryBackend):
         return super().has_room(key, 0)
 
 
-@breaks("deleting_makes_room_again")
+@breaks("deleting_makes_room_again", also=(*FILLING,))
 class NeverGivesRoomBack(MemoryBackend):
     lost = 0
 
