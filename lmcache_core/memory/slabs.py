@@ -182,7 +182,11 @@ class SlabTable:
             slab = self._carve(slot_nbytes)
             if slab is None:
                 return None
-            slot = slab.size_class.take()
+            try:
+                slot = slab.size_class.take()
+            except BaseException:  # Ctrl-C: a slab without frames would keep its grains
+                self.mend([slab])
+                raise
             assert slot is not None
         self.used_bytes += slot_nbytes
         return slot

@@ -21,6 +21,7 @@ from lmcache_core.storage import (
     TierHost,
     Verifier,
 )
+from lmcache_core.storage.serial import SerialThread
 from lmcache_core.tiers.backends import PreparedTier, prepare_tiers
 from lmcache_core.tiers.chain import Policy, TierChain
 from lmcache_core.tiers.memory_tier import MemoryTier
@@ -64,9 +65,17 @@ def build_chain(
         events=events,
         debug=config.memory.debug_leases,
     )
-    chain = TierChain(pool, PinTable(clock), events.emit, load_window_bytes=max(staging // 4, 1), clock=clock)
-    verifier = Verifier()
+    books, verifier = SerialThread("lmcache-tiers"), Verifier()
+    chain = TierChain(
+        pool,
+        PinTable(clock),
+        events.emit,
+        load_window_bytes=max(staging // 4, 1),
+        behind=books.submit,
+        clock=clock,
+    )
     chain.on_close(verifier.close)
+    chain.on_close(books.close)
     try:
         for prepared in tiers:
             tier = prepared.config
@@ -76,7 +85,7 @@ def build_chain(
                     chain.add(_memory_tier(tier, prepared.make(), chain, parts, events), policy)
                 else:
                     storage_tier = _storage_tier(
-                        tier, prepared.make, config, chain, parts, verifier, events, clock
+                        tier, prepared.make, config, chain, parts, books, verifier, events, clock
                     )
                     chain.add(storage_tier, policy)
                     storage_tier.start()
@@ -152,6 +161,7 @@ def _storage_tier(
     cache: CacheConfig,
     chain: TierChain,
     parts: Sequence[str],
+    books: SerialThread,
     verifier: Verifier,
     events: EventBus,
     clock: Callable[[], float],
@@ -202,4 +212,12 @@ def _storage_tier(
         allocate_deadline_s=cache.allocate_deadline,
         keeps_waiting=not chain.has_memory_tier,
     )
-    return StorageTier(options, open_tier, pool=chain.pool, pins=chain.pins, events=events, clock=clock)
+    return StorageTier(
+        options,
+        open_tier,
+        pool=chain.pool,
+        pins=chain.pins,
+        events=events,
+        behind=books.submit,
+        clock=clock,
+    )

@@ -81,19 +81,22 @@ class TierChain:
         emit: Callable[[Event], None],
         *,
         load_window_bytes: int,
+        behind: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`behind` runs what it is given in order, on a thread where no Ctrl-C comes."""
         self.pool = pool
         self.pins = pins
         self.tiers: tuple[Tier, ...] = ()
         self.policies: dict[str, Policy] = {}
         self._emit = emit
         self._window = load_window_bytes
+        self._behind = behind
         self._on_close: list[Callable[[], None]] = []
         self._clock = clock
         self._flights = Flights()
-        self._lock = threading.Lock()  # guards the two sets below
-        self._claimed: set[StorageKey] = set()
+        self._storing: dict[StorageKey, object] = {}  # by whom; each step on it is atomic by itself
+        self._lock = threading.Lock()  # guards _seen
         self._seen: OrderedDict[StorageKey, None] = OrderedDict()
 
     def add(self, tier: Tier, policy: Policy) -> None:
@@ -183,8 +186,9 @@ class TierChain:
                         copy = tier.index.get(key)
                         in_flight += copy.nbytes if copy is not None else 0
                         batch.append(key)
-                    tickets = self.fetch(tier, batch, priority, deadlines.of(tier), marks)
+                    tickets = [Ticket(key) for key in batch]
                     pending.extend((tier, ticket.key, ticket) for ticket in tickets)
+                    self.fetch(tier, tickets, priority, deadlines.of(tier), marks)
                 tier, key, ticket = pending[0]
                 if ticket is None:
                     frame = tier.borrow(key, "load") if isinstance(tier, MemoryTier) else None
@@ -208,22 +212,25 @@ class TierChain:
     def fetch(
         self,
         tier: StorageTier,
-        keys: Sequence[StorageKey],
+        tickets: Sequence[Ticket],
         priority: Priority,
         deadline: float,
         marks: Marks,
-    ) -> list[Ticket]:
-        """Starts reading frames, or joins reads of them that are under way. One ticket a key."""
-        tier.loads.expire()  # a flight past its deadline is not worth joining
-        tickets, mine = self._flights.join(keys)
-        if mine:
-            tier.load(
-                mine,
-                priority,
-                deadline,
-                lambda key, frame, reason: self._arrived(tier, key, frame, reason, marks),
-            )
-        return tickets
+    ) -> None:
+        """Starts reading frames for `tickets`, or joins reads of them that are under way."""
+
+        def depart() -> None:
+            tier.loads.expire()  # a flight past its deadline is not worth joining
+            mine = self._flights.join(tickets)
+            if mine:
+                tier.load(
+                    mine,
+                    priority,
+                    deadline,
+                    lambda key, frame, reason: self._arrived(tier, key, frame, reason, marks),
+                )
+
+        self._behind(depart)
 
     def _from_elsewhere(
         self,
@@ -238,8 +245,13 @@ class TierChain:
         for tier in among[among.index(failed) + 1 :]:
             if not isinstance(tier, StorageTier) or not tier.contains(key):
                 continue
-            (ticket,) = self.fetch(tier, [key], priority, deadlines.of(tier), marks)
-            frame = ticket.result(deadlines.of(tier) - self._clock() + GRACE_S)
+            ticket = Ticket(key)
+            try:
+                self.fetch(tier, [ticket], priority, deadlines.of(tier), marks)
+                frame = ticket.result(deadlines.of(tier) - self._clock() + GRACE_S)
+            except BaseException:
+                ticket.abandon()
+                raise
             if frame is not None:
                 return frame, tier
         return None, failed
@@ -271,24 +283,20 @@ class TierChain:
 
     # -- storing ---------------------------------------------------------------------------------
 
-    def claim(self, key: StorageKey) -> bool:
-        """Whether the caller is to store `key` now: nobody holds it, and nobody else is at it.
+    def once(self, key: StorageKey, store: Callable[[], bool]) -> bool | None:
+        """What `store()` returns; None, uncalled, when `key` is held already or another thread stores it.
 
-        True obliges the caller to `unclaim`. A copy in memory that a farther tier lacks is sent there.
+        A copy in memory that a farther tier lacks is sent there.
         """
         for tier in self.tiers:
             if tier.contains(key):
                 self._repair(tier, key)
-                return False
-        with self._lock:
-            if key in self._claimed:
-                return False
-            self._claimed.add(key)
-            return True
-
-    def unclaim(self, key: StorageKey) -> None:
-        with self._lock:
-            self._claimed.discard(key)
+                return None
+        try:
+            return store() if self._storing.setdefault(key, store) is store else None
+        finally:
+            if key in self._storing and self._storing[key] is store:  # no call here: no place for Ctrl-C
+                del self._storing[key]
 
     def allocate(self, header: FrameHeader, deadline: float) -> Frame | None:
         """Memory for a new frame, its payload yet to be filled. None, and an event, when there is none."""

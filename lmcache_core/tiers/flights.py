@@ -1,4 +1,7 @@
-"""One flight a key: concurrent loads of a frame share one read."""
+"""One flight a key: concurrent loads of a frame share one read.
+
+Flights start and land on threads of ours, where no Ctrl-C comes; a caller only has tickets.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.signal import Signal
 from lmcache_core.tiers.frames import Frame
 
 
@@ -17,14 +21,14 @@ class Ticket:
     def __init__(self, key: StorageKey) -> None:
         self.key = key
         self.reason = ""  # why there is no frame, once there is none
-        self._arrived = threading.Event()
+        self._arrived = Signal()
         self._lock = threading.Lock()  # guards _frame and _over: a frame goes to exactly one side
         self._frame: Frame | None = None
         self._over = False
 
     @property
     def settled(self) -> bool:
-        return self._arrived.is_set()
+        return self._arrived.is_set
 
     def deliver(self, frame: Frame | None, reason: str = "") -> None:
         """Ends the wait. Takes over `frame`, releasing it when nobody waits any more."""
@@ -38,7 +42,7 @@ class Ticket:
 
     def result(self, timeout_s: float) -> Frame | None:
         """The frame, the caller's to release, or None when it didn't come in time. Ends the claim."""
-        arrived = self._arrived.wait(max(timeout_s, 0.0))
+        arrived = self._arrived.wait(timeout_s)
         with self._lock:
             self._over = True
             frame, self._frame = self._frame, None
@@ -62,9 +66,8 @@ class Flights:
         self._lock = threading.Lock()
         self._waiting: dict[StorageKey, list[Ticket]] = {}
 
-    def join(self, keys: Sequence[StorageKey]) -> tuple[list[Ticket], list[StorageKey]]:
-        """One ticket a key, and the keys that nobody loads yet: the caller now must `land` each."""
-        tickets = [Ticket(key) for key in keys]
+    def join(self, tickets: Sequence[Ticket]) -> list[StorageKey]:
+        """Has `tickets` wait for their keys. Those that nobody loads yet: the caller now must `land` each."""
         mine = []
         with self._lock:
             for ticket in tickets:
@@ -74,7 +77,7 @@ class Flights:
                     mine.append(ticket.key)
                 else:
                     waiting.append(ticket)
-        return tickets, mine
+        return mine
 
     def land(self, key: StorageKey, frame: Frame | None, reason: str = "") -> None:
         """Ends the flight of `key`, giving every waiter a share of `frame`, which stays the caller's."""

@@ -1,48 +1,18 @@
-"""What one tier holds: keys, bytes, family, recency, and who must leave when room is needed."""
+"""What one tier holds, what is on its way there or away, and how many bytes all of that is."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 from lmcache_core.events import EventBus
-from lmcache_core.frame import FrameHeader
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.memory import Hold
+from lmcache_core.tiers.ranking import Ranking, Resident, oldest_first
 from lmcache_core.tiers.stream import ResidencyStream
 
-
-class Resident:
-    """One copy of one frame in one tier. Owned by its index; fields change only under its lock."""
-
-    __slots__ = ("children", "header", "hold", "key", "last_use", "nbytes", "parent", "stored", "token")
-
-    def __init__(
-        self,
-        key: StorageKey,
-        nbytes: int,
-        stored: int,
-        *,
-        parent: StorageKey | None = None,
-        token: int | None = None,
-        hold: Hold | None = None,
-        header: FrameHeader | None = None,
-    ) -> None:
-        self.key = key
-        self.nbytes = nbytes  # the frame's length
-        self.stored = stored  # what the tier charges for it
-        self.parent = parent
-        self.token = token
-        self.hold = hold  # memory tiers: the pool's evictable reference
-        self.header = header  # memory tiers: kept here, since unsealed frames carry none
-        self.children = 0
-        self.last_use = 0
-
-    @property
-    def order_class(self) -> int:
-        return self.stored if self.hold is None else self.hold.slot_nbytes
+__all__ = ["IndexStats", "ResidencyIndex", "Resident"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +37,15 @@ class IndexStats:
 class ResidencyIndex:
     """Exact for a tier that this process evicts; what the tier was last known to hold otherwise.
 
-    Invariant (under `_lock`): used + reserved <= capacity, where used is the sum of `stored` over
-    visible entries, and reserved covers puts under way and copies chosen for eviction but not yet gone.
-    A parent with resident children, a pinned key or a leased frame is never chosen. Recency is kept per
-    size class; a touch goes deepest first, so ancestors are newer than what hangs on them.
+    Invariant (under `_lock`): what is chosen for a reservation makes used + reserved <= capacity once the
+    victims are gone, where used is the sum of `stored` over visible entries, and reserved covers puts under
+    way and copies chosen for eviction but not yet gone. A parent with resident children, a pinned key or a
+    leased frame is never chosen.
+
+    Ctrl-C may come at any call here. A copy changes its place, and the byte counts with it, in a stretch
+    of statements without a call; all else is derived and recounted. What is hidden is put, in that same
+    stretch, into the caller's list, who then sees to it, whatever is raised; `gone`, `kept` and `give_up`
+    do nothing the second time.
     """
 
     def __init__(
@@ -86,11 +61,9 @@ class ResidencyIndex:
         self._pinned = pinned
         self._stream = ResidencyStream(tier, events)
         self._lock = threading.Lock()
-        self._entries: dict[StorageKey, Resident] = {}
-        self._orders: dict[int, OrderedDict[StorageKey, Resident]] = {}
-        self._children: dict[StorageKey, set[StorageKey]] = {}  # also of parents that aren't here
-        self._tick = 0
-        self._used = 0
+        self._here: dict[StorageKey, Resident] = {}
+        self._ranking = Ranking(self._here, self._held)
+        self._whole = _Whole(self._ranking, self._stream)
         self._reserved = 0
         self._leaving = 0  # the part of _reserved that chosen victims still occupy
         self._writing = 0  # the part of _reserved that puts under way occupy, wholly or in part
@@ -98,32 +71,32 @@ class ResidencyIndex:
     # -- reading ---------------------------------------------------------------------------------
 
     def __contains__(self, key: StorageKey) -> bool:
-        return key in self._entries
+        return key in self._here
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._here)
 
     def get(self, key: StorageKey) -> Resident | None:
-        return self._entries.get(key)
+        return self._here.get(key)
 
     def prefix_length(self, keys: Sequence[StorageKey], start: int = 0) -> int:
         """How many of `keys` from `start` on are here without a gap."""
-        entries = self._entries
+        here = self._here
         position = start
         for position in range(start, len(keys)):
-            if keys[position] not in entries:
+            if keys[position] not in here:
                 return position - start
         return max(len(keys) - start, 0)
 
     def keys(self, prefix: str = "") -> list[StorageKey]:
         with self._lock:
-            return [key for key in self._entries if key.startswith(prefix)]
+            return [key for key in self._here if key.startswith(prefix)]
 
     def stats(self) -> IndexStats:
         with self._lock:
             return IndexStats(
-                len(self._entries),
-                self._used,
+                len(self._here),
+                self._ranking.used_bytes,
                 self._reserved,
                 self._capacity,
                 self._stream.sequence,
@@ -134,7 +107,7 @@ class ResidencyIndex:
 
     def mark(self) -> int:
         """A moment, for `since`."""
-        return self._tick
+        return self._ranking.tick
 
     def reserve(self, nbytes: int, since: int | None = None) -> list[Resident] | None:
         """Sets `nbytes` aside for a put, choosing victims where needed; none used after `since`.
@@ -142,30 +115,37 @@ class ResidencyIndex:
         Returns the victims, hidden: no longer visible, their bytes counted until `gone` is told of each.
         The reservation counts at once, so the caller must see victims gone before it writes. None: no
         room can be made (larger than the tier, or the rest is pinned, leased or has children here).
+        Only for threads that Ctrl-C doesn't come to.
         """
-        with self._lock:
-            victims = self._choose(nbytes, since)
-            if victims is None:
+        victims: list[Resident] = []
+        with self._lock, self._whole:
+            if not self._choose(nbytes, since, victims):
                 return None
             self._reserved += nbytes
         self._stream.flush()
         return victims
 
-    def take_room(self, nbytes: int, since: int | None = None) -> list[Resident] | None:
+    def take_room(self, copy: Resident, victims: list[Resident], since: int | None = None) -> bool:
         """`reserve` and `begin` in one, for a medium that gives up a copy the moment it is told to.
 
-        The victims are gone for good: their bytes don't count any more.
+        The room is `copy`'s, until `admit` or `give_up`. False: no room can be made.
         """
-        with self._lock:
-            victims = self._choose(nbytes, since)
-            if victims is None:
-                return None
-            for victim in victims:
-                self._leave(victim)
+        nbytes = copy.stored
+        with self._lock, self._whole:
+            if not self._choose(nbytes, since, victims):
+                return False
+            copy.reserved = nbytes
             self._reserved += nbytes
             self._writing += nbytes
         self._stream.flush()
-        return victims
+        return True
+
+    def give_up(self, copy: Resident) -> None:
+        """Gives back the room that was taken for `copy`, if it still has it."""
+        with self._lock:
+            self._reserved -= copy.reserved
+            self._writing -= copy.reserved
+            copy.reserved = 0
 
     def begin(self, nbytes: int) -> bool:
         """Whether a reserved put of `nbytes` may write now: the medium has the room, victims being gone.
@@ -173,7 +153,7 @@ class ResidencyIndex:
         True once; the bytes then count as written until `admit` or `unreserve`.
         """
         with self._lock:
-            occupied = self._used + self._leaving + self._writing
+            occupied = self._ranking.used_bytes + self._leaving + self._writing
             if self._capacity is not None and occupied + nbytes > self._capacity:
                 return False
             self._writing += nbytes
@@ -198,73 +178,66 @@ class ResidencyIndex:
 
     def kept(self, victim: Resident) -> None:
         """A hidden copy could not be removed from the medium: it is visible again, and the newest."""
-        with self._lock:
-            if victim.key in self._entries:  # a newer copy took its place; the old bytes are gone with it
+        with self._lock, self._whole:
+            if victim.key in self._here:  # a newer copy took its place; the old bytes are gone with it
                 self._leave(victim)
-            else:
-                self._leave(victim)
-                self._insert(victim)  # as the newest: another victim is tried next time
+            elif victim.place == "leaving":
+                self._return(victim)
+                self._ranking.add(victim)  # as the newest: another victim is tried next time
                 self._stream.admitted(victim.key, victim.stored)
         self._stream.flush()
 
     def admit(self, entry: Resident, *, reserved: int = 0) -> Resident | None:
-        """Makes `entry` visible, its `reserved` bytes, begun, being used now. Returns the copy it replaces.
+        """Makes `entry` visible, using its room or `reserved` bytes, begun. Returns the copy it replaces.
 
         An older copy (smaller token) never replaces a newer one; then `entry` itself is returned.
         """
-        with self._lock:
+        with self._lock, self._whole:
+            old = self._here.get(entry.key)
+            reserved += entry.reserved
+            entry.reserved = 0
             self._reserved -= reserved
             self._writing -= reserved
-            old = self._entries.get(entry.key)
             if old is not None:
                 if old.token is not None and entry.token is not None and entry.token < old.token:
                     return entry
-                self._forget(old)
+                old.place = "outside"
+            entry.place = "here"
+            self._here[entry.key] = entry
+            if old is not None:
+                self._ranking.drop(old)
                 self._stream.evicted(old.key, old.stored, "replaced")
-            self._insert(entry)
+            self._ranking.add(entry)
             self._stream.admitted(entry.key, entry.stored)
         self._stream.flush()
         return old
 
     def load(self, entries: Iterable[Resident]) -> None:
         """Fills an empty index from what a tier kept, oldest first, ancestors made newer than descendants."""
-        rows = list(entries)
-        position = {entry.key: i for i, entry in enumerate(rows)}
-        rank = list(range(len(rows)))
-        for i in range(len(rows) - 1, -1, -1):
-            parent = rows[i].parent
-            above = position.get(parent) if parent is not None else None
-            if above is not None and above < i:
-                rank[above] = max(rank[above], rank[i])
-        with self._lock:
-            for i in sorted(range(len(rows)), key=lambda i: (rank[i], -i)):
-                entry = rows[i]
-                old = self._entries.get(entry.key)
-                if old is not None:
-                    self._forget(old)
-                self._insert(entry)
-                self._stream.admitted(entry.key, entry.stored)
-        self._stream.flush()
+        for entry in oldest_first(entries):
+            self.admit(entry)
 
     # -- use and removal -------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[StorageKey]) -> None:
         """Marks a path from the root as used: the deepest first, so that its ancestors are newer."""
-        with self._lock:
+        with self._lock, self._whole:
             for key in reversed(keys):
-                entry = self._entries.get(key)
+                entry = self._here.get(key)
                 if entry is not None:
-                    self._use(entry)
+                    self._ranking.use(entry)
 
     def remove(self, key: StorageKey, reason: str, *, token: int | None = None) -> Resident | None:
         """Forgets a copy that is gone. With `token`, only that copy or an older one."""
-        with self._lock:
-            entry = self._entries.get(key)
+        with self._lock, self._whole:
+            entry = self._here.get(key)
             if entry is None:
                 return None
             if token is not None and entry.token is not None and entry.token > token:
                 return None
-            self._forget(entry)
+            entry.place = "outside"
+            del self._here[key]
+            self._ranking.drop(entry)
             self._stream.evicted(entry.key, entry.stored, reason)
         self._stream.flush()
         return entry
@@ -273,53 +246,46 @@ class ResidencyIndex:
         for key in self.keys():
             self.remove(key, reason)
 
-    def take(self, keys: Iterable[StorageKey], reason: str) -> list[Resident]:
+    def take(self, keys: Iterable[StorageKey], reason: str, taken: list[Resident]) -> None:
         """Hides these copies ahead of their removal, like victims; pinned and leased ones stay."""
-        taken = []
-        with self._lock:
+        with self._lock, self._whole:
             for key in keys:
-                entry = self._entries.get(key)
+                entry = self._here.get(key)
                 if entry is not None and not self._held(entry):
-                    self._take(entry, reason)
-                    taken.append(entry)
+                    self._hide(entry, reason, taken)
         self._stream.flush()
-        return taken
 
-    def take_families(self, keys: Sequence[StorageKey]) -> list[Resident]:
+    def take_families(self, keys: Sequence[StorageKey], taken: list[Resident]) -> None:
         """Hides these copies with everything that hangs on them here, deepest first; or, where one of
         all these must stay, none."""
-        with self._lock:
-            family = self._family(keys)
-            if any(self._held(entry) for entry in family):
-                return []
-            for entry in family:
-                self._take(entry, "capacity")
+        with self._lock, self._whole:
+            family = self._ranking.family(keys)
+            if not any(self._held(entry) for entry in family):
+                for entry in family:
+                    self._hide(entry, "capacity", taken)
         self._stream.flush()
-        return family
 
     def take_copy(self, copy: Resident, reason: str) -> bool:
         """Hides exactly this copy, pinned or not; False when it is no longer the one that is here."""
-        with self._lock:
-            here = self._entries.get(copy.key) is copy
-            if here:
-                self._take(copy, reason)
+        taken: list[Resident] = []
+        with self._lock, self._whole:
+            if self._here.get(copy.key) is copy:
+                self._hide(copy, reason, taken)
         self._stream.flush()
-        return here
+        return bool(taken)
 
-    def take_coldest(self, order_class: int) -> list[Resident]:
+    def take_coldest(self, order_class: int, taken: list[Resident]) -> None:
         """Hides the coldest copy of a size class that can leave with its family, and that family, deepest
-        first. (Its leaf is often of another class: a tail.) Empty: none can."""
-        with self._lock:
-            family = self._coldest_family(order_class)
-            for entry in family:
-                self._take(entry, "capacity")
+        first. (Its leaf is often of another class: a tail.) Nothing taken: none can."""
+        with self._lock, self._whole:
+            for entry in self._ranking.coldest_family(order_class):
+                self._hide(entry, "capacity", taken)
         self._stream.flush()
-        return family
 
     def coldest_use(self, order_class: int) -> int | None:
         """When the copy was last used that `take_coldest` would choose."""
         with self._lock:
-            family = self._coldest_family(order_class)
+            family = self._ranking.coldest_family(order_class)
             return family[-1].last_use if family else None
 
     def set_capacity(self, capacity_bytes: int | None) -> None:
@@ -332,106 +298,64 @@ class ResidencyIndex:
     def _held(self, entry: Resident) -> bool:
         return (entry.hold is not None and entry.hold.leased) or self._pinned(entry.key)
 
-    def _choose(self, nbytes: int, since: int | None) -> list[Resident] | None:
-        """Hides what must leave for `nbytes` more; None, and nothing hidden, when that isn't enough."""
-        victims: list[Resident] = []
+    def _choose(self, nbytes: int, since: int | None, victims: list[Resident]) -> bool:
+        """Hides what must leave for `nbytes` more; False, and nothing hidden, when that isn't enough."""
         if self._capacity is None:
-            return victims
-        wanted = self._used + self._reserved - self._leaving + nbytes - self._capacity
+            return True
+        ranking = self._ranking
+        wanted = ranking.used_bytes + self._reserved - self._leaving + nbytes - self._capacity
         while wanted > 0:
-            victim = self._coldest()
+            victim = ranking.coldest()
             if victim is None or (since is not None and victim.last_use > since):
                 for entry in reversed(victims):
-                    self._restore(entry)
-                return None
-            self._hide(victim)
-            victims.append(victim)
+                    self._return(entry)
+                    ranking.add_oldest(entry)
+                victims.clear()
+                return False
+            self._hide(victim, "", victims)
             wanted -= victim.stored
         for victim in victims:
             self._stream.evicted(victim.key, victim.stored, "capacity")
-        return victims
+        return True
 
-    def _coldest(self) -> Resident | None:
-        """The coldest copy that has no children here and may leave."""
-        coldest: Resident | None = None
-        for order in self._orders.values():
-            for entry in order.values():
-                if coldest is not None and entry.last_use >= coldest.last_use:
-                    break
-                if entry.children == 0 and not self._held(entry):
-                    coldest = entry
-                    break
-        return coldest
-
-    def _coldest_family(self, order_class: int) -> list[Resident]:
-        for entry in self._orders.get(order_class, {}).values():
-            family = self._family([entry.key])
-            if not any(self._held(member) for member in family):
-                return family
-        return []
-
-    def _family(self, keys: Sequence[StorageKey]) -> list[Resident]:
-        """These copies and everything that hangs on them here, deepest first."""
-        path = list(dict.fromkeys(keys))
-        seen = set(path)
-        for above in path:  # grows while it is walked: breadth first
-            below = [key for key in self._children.get(above, ()) if key not in seen]
-            seen.update(below)
-            path.extend(below)
-        return [entry for key in reversed(path) if (entry := self._entries.get(key)) is not None]
-
-    def _use(self, entry: Resident) -> None:
-        self._tick += 1
-        entry.last_use = self._tick
-        self._orders[entry.order_class].move_to_end(entry.key)
-        if entry.hold is not None:
-            entry.hold.touch(self._tick)
-
-    def _insert(self, entry: Resident) -> None:
-        entry.children = len(self._children.get(entry.key, ()))
-        self._entries[entry.key] = entry
-        self._orders.setdefault(entry.order_class, OrderedDict())[entry.key] = entry
-        self._used += entry.stored
-        if entry.parent is not None:
-            siblings = self._children.setdefault(entry.parent, set())
-            siblings.add(entry.key)
-            parent = self._entries.get(entry.parent)
-            if parent is not None:
-                parent.children = len(siblings)
-        self._use(entry)
-
-    def _forget(self, entry: Resident) -> None:
-        del self._entries[entry.key]
-        order = self._orders[entry.order_class]
-        del order[entry.key]
-        if not order:
-            del self._orders[entry.order_class]
-        self._used -= entry.stored
-        if entry.parent is not None:
-            siblings = self._children[entry.parent]
-            siblings.discard(entry.key)
-            parent = self._entries.get(entry.parent)
-            if parent is not None:
-                parent.children = len(siblings)
-            if not siblings:
-                del self._children[entry.parent]
-
-    def _take(self, entry: Resident, reason: str) -> None:
-        self._hide(entry)
-        self._stream.evicted(entry.key, entry.stored, reason)
-
-    def _hide(self, entry: Resident) -> None:
-        self._forget(entry)
+    def _hide(self, entry: Resident, reason: str, taken: list[Resident]) -> None:
+        """Without a `reason`, the stream is told later."""
+        taken += [entry]
+        entry.place = "leaving"
+        del self._here[entry.key]
         self._leaving += entry.stored
         self._reserved += entry.stored
+        self._ranking.drop(entry)
+        if reason:
+            self._stream.evicted(entry.key, entry.stored, reason)
 
-    def _leave(self, entry: Resident) -> None:
+    def _return(self, entry: Resident) -> None:
+        """The caller has the ranking add it."""
+        entry.place = "here"
+        self._here[entry.key] = entry
         self._leaving -= entry.stored
         self._reserved -= entry.stored
 
-    def _restore(self, entry: Resident) -> None:
-        self._leave(entry)
-        last_use = entry.last_use
-        self._insert(entry)
-        entry.last_use = last_use
-        self._orders[entry.order_class].move_to_end(entry.key, last=False)
+    def _leave(self, entry: Resident) -> None:
+        if entry.place == "leaving":
+            entry.place = "outside"
+            self._leaving -= entry.stored
+            self._reserved -= entry.stored
+
+
+class _Whole:
+    """Around each change, inside the lock: where one is cut short, derives all that follows from it anew."""
+
+    def __init__(self, ranking: Ranking, stream: ResidencyStream) -> None:
+        self._ranking = ranking
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._ranking.recount()
+            self._stream.skip()

@@ -10,6 +10,7 @@ from lmcache_core.frame import FrameHeader
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import Hold, Lease, MemoryPool
 from lmcache_core.storage import Item, Job, Operation, Outcome, Priority, Status, View
+from lmcache_core.storage.signal import Signal
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.index import Resident
 
@@ -261,7 +262,7 @@ class StatJob(Job):
         self._keys = keys
         self._open = len(keys)
         self._lock = threading.Lock()  # guards _open
-        self._finished = threading.Event()
+        self._finished = Signal()
 
     def prepare(self) -> Sequence[StorageKey]:
         return self._keys
@@ -281,7 +282,7 @@ class StatJob(Job):
         self._finished.set()
 
     def wait(self, timeout_s: float) -> None:
-        self._finished.wait(max(timeout_s, 0.0))
+        self._finished.wait(timeout_s)
 
 
 def is_corrupt(outcome: Outcome) -> bool:

@@ -69,33 +69,44 @@ class MemoryTier:
 
         Nothing that was used after `since` leaves for it. One thread at a time stores a key.
         """
-        if self._storing.setdefault(frame.key, frame) is not frame:
-            return True
+        key = frame.key
         try:
+            if self._storing.setdefault(key, frame) is not frame:
+                return True
             return self._store(frame, since)
         finally:
-            del self._storing[frame.key]
+            if key in self._storing and self._storing[key] is frame:  # no call here: no place for Ctrl-C
+                del self._storing[key]
 
     def _store(self, frame: Frame, since: int | None) -> bool:
         hold = frame.lease.hold(tag=frame.key)
-        stored = hold.slot_nbytes
-        victims = self.index.take_room(stored, since)
-        if victims is None:
-            hold.drop()
-            self._shed(frame.key, "no room", "the rest is pinned or in use")
-            return False
-        for victim in victims:  # only leaves this tier: a write that waits for its bytes keeps them
-            self._drop(victim)
-        outcome = self._adopt(frame.key, hold)
-        if outcome.status is not Status.OK:
-            hold.drop()
-            self.index.unreserve(stored, begun=True)
-            self._shed(frame.key, "failed", why(outcome))
-            return False
         header = frame.header
-        copy = Copy(frame.key, frame.nbytes, stored, parent=header.parent, hold=hold, header=header)
-        self.index.admit(copy, reserved=stored)
-        return True
+        copy = Copy(frame.key, frame.nbytes, hold.slot_nbytes, parent=header.parent, hold=hold, header=header)
+        victims: list[Copy] = []
+        try:
+            if not self.index.take_room(copy, victims, since):
+                self._forsake(copy, victims)
+                self._shed(frame.key, "no room", "the rest is pinned or in use")
+                return False
+            for victim in victims:  # only leaves this tier: a write that waits for its bytes keeps them
+                self._discard(victim)
+            outcome = self._adopt(frame.key, hold)
+            if outcome.status is not Status.OK:
+                self._forsake(copy, victims)
+                self._shed(frame.key, "failed", why(outcome))
+                return False
+            self.index.admit(copy)
+            return True
+        except BaseException:
+            self._forsake(copy, victims)
+            raise
+
+    def _forsake(self, copy: Copy, victims: Sequence[Copy]) -> None:
+        """Ends a store that didn't come to its end, at whatever point; or does nothing if it did."""
+        self._see_off(victims)
+        if copy.place == "outside":
+            self._drop(copy)
+            self.index.give_up(copy)
 
     def borrow(self, key: StorageKey, owner: str) -> Frame | None:
         """The frame under a new lease, or None when it is not, or no longer, here."""
@@ -113,9 +124,14 @@ class MemoryTier:
 
     def remove(self, keys: Sequence[StorageKey], reason: str) -> int:
         """Drops these copies; leased and pinned ones stay. Returns how many went."""
-        victims = self.index.take(keys, reason)
-        for victim in victims:
-            self._discard(victim)
+        victims: list[Copy] = []
+        try:
+            self.index.take(keys, reason, victims)
+            for victim in victims:
+                self._discard(victim)
+        except BaseException:
+            self._see_off(victims)
+            raise
         return len(victims)
 
     def stats(self) -> tuple[IndexStats, BackendStats]:
@@ -133,24 +149,43 @@ class MemoryTier:
         return self.index.coldest_use(slot_nbytes)
 
     def evict_coldest(self, slot_nbytes: int) -> bool:
-        evicted = [self._evict(victim) for victim in self.index.take_coldest(slot_nbytes)]
-        return any(evicted)
+        victims: list[Copy] = []
+        try:
+            self.index.take_coldest(slot_nbytes, victims)
+            return self._evict(victims) > 0
+        except BaseException:
+            self._see_off(victims)
+            raise
 
     def evict(self, holds: Sequence[Hold]) -> int:
         """All of these frames with all that hangs on them, or, where one must stay, none."""
-        victims = self.index.take_families([hold.tag for hold in holds if hold.tag is not None])
-        return sum([self._evict(victim) for victim in victims])
+        victims: list[Copy] = []
+        try:
+            self.index.take_families([hold.tag for hold in holds if hold.tag is not None], victims)
+            return self._evict(victims)
+        except BaseException:
+            self._see_off(victims)
+            raise
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _evict(self, victim: Copy) -> bool:
-        """Takes the memory of a hidden copy; one leased meanwhile comes back instead."""
-        hold = victim.hold
-        if hold is not None and hold.alive and not hold.evict():
-            self.index.kept(victim)
-            return False
-        self._discard(victim)
-        return True
+    def _evict(self, victims: Sequence[Copy]) -> int:
+        """Takes the memory of hidden copies; how many went. One leased meanwhile comes back instead."""
+        evicted = 0
+        for victim in victims:
+            hold = victim.hold
+            if hold is not None and hold.alive and not hold.evict():
+                self.index.kept(victim)
+            else:
+                self._discard(victim)
+                evicted += 1
+        return evicted
+
+    def _see_off(self, victims: Sequence[Copy]) -> None:
+        """After Ctrl-C: drops those of the hidden copies that have neither gone nor come back."""
+        for victim in victims:
+            if victim.place == "leaving":
+                self._discard(victim)
 
     def _adopt(self, key: StorageKey, hold: Hold) -> Outcome:
         try:
@@ -176,7 +211,7 @@ class MemoryTier:
                 self._resident.discard(victim.key, victim.hold)
             except Exception:  # recorded boundary: plugin code
                 log.exception("tier %s: discard raised", self.name)
-                victim.hold.drop()
+            victim.hold.drop()
 
     def _shed(self, key: StorageKey, reason: str, detail: str) -> None:
         self._emit(StoreShed(tier=self.name, key=key, reason=reason, detail=detail))

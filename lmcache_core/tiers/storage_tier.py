@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from lmcache_core.errors import BackendError, BackendUnavailable, ConfigError, PermissionDenied
@@ -14,6 +15,7 @@ from lmcache_core.frame import PAGE_NBYTES
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool, PinTable
 from lmcache_core.storage import Capabilities, Job, Outcome, Priority, Status, TierExecutor
+from lmcache_core.storage.signal import Signal
 from lmcache_core.tiers.failures import Failures
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.hints import Hints
@@ -62,6 +64,9 @@ class StorageTier:
     the store is asked. A tier that can't be opened, now or later, is down: it holds nothing, takes
     nothing, and is tried again in the background. After `open` no method raises for what the backend
     does, and none blocks beyond the deadline it is given.
+
+    What would leave the books wrong if Ctrl-C cut it short is done `behind`: in order, on a thread where
+    none comes. A caller hands over, and waits.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class StorageTier:
         pool: MemoryPool,
         pins: PinTable,
         events: EventBus,
+        behind: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = options.name
@@ -84,7 +90,7 @@ class StorageTier:
         self.index = ResidencyIndex(
             options.name, None, pinned=lambda key: pins.pinned(options.name, key), events=events
         )
-        self.writes = WriteQueue(self, pool, events.emit, clock)
+        self.writes = WriteQueue(self, pool, events.emit, behind, clock)
         self.configured_bytes = options.capacity_bytes
         self.capacity_bytes: int | None = None  # what the index enforces, once open
         self.exact = False
@@ -96,8 +102,8 @@ class StorageTier:
         self._open_tier = open_tier
         self._pool = pool
         self._emit = events.emit
+        self._behind = behind
         self._clock = clock
-        self._lock = threading.Lock()  # guards the fields below
         self._opener = Opener(options.name, self._open, emit=events.emit, clock=clock)
         self._lock = threading.Lock()  # guards the two below
         self._executor: TierExecutor | None = None
@@ -255,7 +261,7 @@ class StorageTier:
         if deadline <= self._clock():
             return [False] * len(keys)
         job = StatJob(keys, deadline=deadline)
-        self.submit(job)
+        self._behind(partial(self.submit, job))
         job.wait(deadline - self._clock() + GRACE_S)
         answers = []
         for key, outcome in zip(keys, list(job.outcomes), strict=True):
@@ -279,7 +285,10 @@ class StorageTier:
         deadline: float,
         arrived: Callable[[StorageKey, Frame | None, str], None],
     ) -> None:
-        """Starts reading frames. `arrived` is called once a key, on any thread, and owns the frame given."""
+        """Starts reading frames. `arrived` is called once a key, on any thread, and owns the frame given.
+
+        Only for threads that Ctrl-C doesn't come to.
+        """
         copies = []
         for key in keys:
             copy = self.index.get(key)
@@ -315,27 +324,36 @@ class StorageTier:
         """Deletes these copies, waiting until the deadline; pinned ones stay. Returns how many went."""
         if not self.capabilities.delete:
             return 0
-        victims = self.index.take(keys, reason)
-        batches = [victims[i : i + self.max_batch] for i in range(0, len(victims), self.max_batch)]
         removed: list[Resident] = []
-        settled = threading.Semaphore(0)
+        over = Signal()
 
-        def note(victim: Resident, outcome: Outcome) -> None:
-            if outcome.status in (Status.OK, Status.MISS):
-                self.index.gone(victim)
-                self._hints.disbelieve(victim.key)
-                removed.append(victim)
-            else:
-                self.failed("delete", outcome)
-                self.index.kept(victim)
-            settled.release()
+        def begin() -> None:
+            victims: list[Resident] = []
+            self.index.take(keys, reason, victims)
+            settled: list[Resident] = []
 
-        for batch in batches:
-            self.submit(DeleteJob(batch, note, self.writes.pump, deadline=deadline, priority=Priority.LOAD))
-        for _ in victims:
-            if not settled.acquire(timeout=max(deadline - self._clock(), 0.0) + GRACE_S):
-                break
-        self.writes.pump()
+            def note(victim: Resident, outcome: Outcome) -> None:
+                if outcome.status in (Status.OK, Status.MISS):
+                    self.index.gone(victim)
+                    self._hints.disbelieve(victim.key)
+                    removed.append(victim)
+                else:
+                    self.failed("delete", outcome)
+                    self.index.kept(victim)
+                settled.append(victim)
+                if len(settled) == len(victims):
+                    over.set()
+
+            for start in range(0, len(victims), self.max_batch):
+                batch = victims[start : start + self.max_batch]
+                job = DeleteJob(batch, note, self.writes.pump, deadline=deadline, priority=Priority.LOAD)
+                self.submit(job)
+            if not victims:
+                over.set()
+
+        self._behind(begin)
+        over.wait(deadline - self._clock() + GRACE_S)
+        self._behind(self.writes.pump)
         return len(removed)
 
     def reject(self, key: StorageKey, reason: str) -> None:
@@ -344,7 +362,7 @@ class StorageTier:
         self._hints.reject(key)
         copy = self.index.get(key)
         if copy is not None:
-            self._delete_bad(copy)
+            self._behind(partial(self._delete_bad, copy))
 
     def _not_loaded(self, copy: Resident, outcome: Outcome) -> None:
         if is_corrupt(outcome) or outcome.status is Status.TOO_SMALL:

@@ -9,9 +9,14 @@ from collections.abc import Mapping
 from lmcache_core.events import ChunkAdmitted, ChunkEvicted, Event, EventBus
 from lmcache_core.identity.keys import StorageKey
 
+_AT_ONCE = (False,)  # what `Lock.acquire` takes for "don't block"
+
 
 class ResidencyStream:
     """Numbers admissions and evictions from 1 and delivers them in that order, to those who watch.
+
+    A number that is missing, or comes twice, says that Ctrl-C came in the middle: what is held is to be
+    asked for anew.
 
     `admitted` and `evicted` are called with the index's lock held, and only queue; `flush` is called
     without it, and delivers: one thread drains for all, none waits.
@@ -45,10 +50,20 @@ class ResidencyStream:
                 ChunkEvicted(tier=self._tier, key=key, nbytes=nbytes, sequence=self.sequence, reason=reason)
             )
 
+    def skip(self) -> None:
+        """A change may have gone untold."""
+        self.sequence += 1
+
     def flush(self) -> None:
-        while self._outbox and self._emitting.acquire(blocking=False):
+        while self._outbox:
+            taken: list[bool] = []
             try:
+                taken.extend(map(self._emitting.acquire, _AT_ONCE))  # one step, for Ctrl-C too
+                if not taken[0]:
+                    return
                 while self._outbox:
-                    self._events.emit(self._outbox.popleft())
+                    self._events.emit(self._outbox[0])
+                    self._outbox.popleft()
             finally:
-                self._emitting.release()
+                if taken and taken[0]:
+                    self._emitting.release()

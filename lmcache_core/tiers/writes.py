@@ -82,13 +82,16 @@ class WriteQueue:
         target: WriteTarget,
         pool: MemoryPool,
         emit: Callable[[Event], None],
+        behind: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
         self._target = target
         self._pool = pool
         self._emit = emit
+        self._behind = behind
         self._clock = clock
-        self._changed = threading.Condition()  # its lock guards all below
+        self._lock = threading.Lock()  # guards all below
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[Write] = deque()
         self._writes: dict[StorageKey, Write] = {}  # waiting and running
         self._ready: deque[_Batch] = deque()  # room reserved, own victims gone
@@ -105,25 +108,25 @@ class WriteQueue:
 
         Nothing that was used after `since` leaves the tier for it.
         """
-        target = self._target
+        target, key = self._target, frame.key
         if not target.usable:
-            return self._shed(frame.key, "tier down")
-        with self._changed:
-            if frame.key in self._writes:
+            return self._shed(key, "tier down")
+        with self._lock:
+            if key in self._writes:
                 return True
             full = len(self._waiting) >= target.max_queued
             if not full:
                 write = Write(frame, self._evicted, since=since, keep=target.keeps_waiting)
-                self._writes[frame.key] = write
+                self._writes[key] = write
                 self._waiting.append(write)
         if full:
-            return self._shed(frame.key, "queue full")
-        self.pump()
+            return self._shed(key, "queue full")
+        self._behind(self.pump)
         return True
 
     def withdraw(self, key: StorageKey, reason: str = "evicted") -> None:
         """Gives up a write that still waits: its memory is wanted."""
-        with self._changed:
+        with self._lock:
             write = self._writes.get(key)
             if write is None:
                 return
@@ -139,43 +142,42 @@ class WriteQueue:
             write.hold.drop()  # on its way without a lease yet, it finds its bytes gone at dispatch
 
     def withdraw_all(self, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             keys = list(self._writes)
         for key in keys:
             self.withdraw(key, reason)
 
     def flush(self, deadline: float) -> bool:
         """Waits until nothing waits or runs. False when the deadline came first."""
-        with self._changed:
+        self._behind(self.pump)
+        with self._lock:
             return self._changed.wait_for(
                 lambda: not self._writes and not self._active, max(deadline - self._clock(), 0.0)
             )
 
     def depth(self) -> int:
-        with self._changed:
+        with self._lock:
             return len(self._writes)
 
     def pump(self) -> None:
-        """Moves writes on, as far as batches and room allow. One thread pumps; the others leave it to it."""
-        with self._changed:
+        """Moves writes on, as far as batches and room allow. One thread pumps; the others leave it to it.
+
+        Only for threads that Ctrl-C doesn't come to.
+        """
+        with self._lock:
             if self._pumping:
                 return
             self._pumping = True
-        over = False
-        try:
-            while True:
-                with self._changed:
-                    batch, begun = self._next()
-                    if batch is None:
-                        over, self._pumping = True, False
-                        return
-                if begun:
-                    self._run(batch)
-                else:
-                    self._make_room(batch)
-        finally:
-            if not over:  # an interrupt of the caller's thread: the next one pumps on
-                self._pumping = False
+        while True:
+            with self._lock:
+                batch, begun = self._next()
+                if batch is None:
+                    self._pumping = False
+                    return
+            if begun:
+                self._run(batch)
+            else:
+                self._make_room(batch)
 
     # -- one batch -------------------------------------------------------------------------------
 
@@ -241,7 +243,7 @@ class WriteQueue:
 
     def _room_made(self, batch: _Batch) -> None:
         if not batch.stuck:
-            with self._changed:
+            with self._lock:
                 self._ready.append(batch)
             self.pump()
             return
@@ -265,7 +267,7 @@ class WriteQueue:
         )
 
     def _batch_over(self, charged: int) -> None:
-        with self._changed:
+        with self._lock:
             self._active -= 1
             self._active_bytes -= charged
             self._changed.notify_all()
@@ -334,7 +336,7 @@ class WriteQueue:
         )
         self._target.wrote(write.key)
         self._end(write)
-        with self._changed:
+        with self._lock:
             recovered = 0.0 < self._capacity_back_at <= self._clock()
             if recovered:
                 self._capacity_back_at = 0.0
@@ -348,7 +350,7 @@ class WriteQueue:
         if stats.capacity_bytes is None or stats.used_bytes == 0:
             return False
         index.set_capacity(min(stats.capacity_bytes, stats.used_bytes))
-        with self._changed:
+        with self._lock:
             self._capacity_back_at = self._clock() + RECOVER_CAPACITY_S
             write.retried = True
             write.running = False
@@ -361,7 +363,7 @@ class WriteQueue:
 
     def _end(self, write: Write) -> None:
         write.release()
-        with self._changed:
+        with self._lock:
             if self._writes.get(write.key) is write:
                 del self._writes[write.key]
             self._changed.notify_all()

@@ -30,17 +30,19 @@ class IndexMachine(RuleBasedStateMachine):
         self.age: list[StorageKey] = []  # coldest first
         self.leaving: list[Resident] = []
         self.begun: list[tuple[StorageKey, int]] = []
+        self.arriving: list[Resident] = []
 
     def on_event(self, event: Event) -> None:
         self.events.append(event)
 
     @rule(key=st.sampled_from(KEYS), nbytes=st.integers(1, 9))
     def take_room(self, key: StorageKey, nbytes: int) -> None:
-        victims = self.index.take_room(nbytes)
-        for victim in victims or ():
+        copy, victims = Resident(key, nbytes, nbytes, parent=PARENT[key]), list[Resident]()
+        if self.index.take_room(copy, victims):
+            self.arriving.append(copy)
+        for victim in victims:
             self._leaves(victim)
-        if victims is not None:
-            self.begun.append((key, nbytes))
+            self.index.gone(victim)
 
     @rule(key=st.sampled_from(KEYS), nbytes=st.integers(1, 9))
     def reserve(self, key: StorageKey, nbytes: int) -> None:
@@ -56,6 +58,11 @@ class IndexMachine(RuleBasedStateMachine):
             self.begun.append((key, nbytes))
         else:
             self.index.unreserve(nbytes, begun=False)
+
+    @rule()
+    def recount(self) -> None:
+        """What Ctrl-C in the middle of a change brings about; the invariants say that it changes nothing."""
+        self.index._ranking.recount()
 
     def _leaves(self, victim: Resident) -> None:
         key = victim.key
@@ -94,6 +101,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.held[key] = nbytes
         self._used(key)
 
+    @precondition(lambda self: self.arriving)
+    @rule(fails=st.booleans())
+    def end_of_an_arrival(self, fails: bool) -> None:
+        copy = self.arriving.pop()
+        if fails:
+            self.index.give_up(copy)
+            self.index.give_up(copy)
+            return
+        self.index.admit(copy)
+        self.held[copy.key] = copy.stored
+        self._used(copy.key)
+
     @rule(path=st.sampled_from(PATHS), depth=st.integers(1, 5))
     def touch(self, path: list[StorageKey], depth: int) -> None:
         self.index.touch(path[:depth])
@@ -120,6 +139,7 @@ class IndexMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         stats = self.index.stats()
         reserved = sum(victim.stored for victim in self.leaving) + sum(n for _, n in self.begun)
+        reserved += sum(copy.stored for copy in self.arriving)
         assert set(self.index.keys()) == set(self.held)
         assert stats.used_bytes == sum(self.held.values())
         assert stats.reserved_bytes == reserved

@@ -43,7 +43,7 @@ def test_a_check_that_raises_stops_no_other(
     verifier.submit(done.set)
     wait(done)
     verifier.close()
-    assert "a check raised" in caplog.text
+    assert "a function on a thread of the cache's raised" in caplog.text
 
 
 def test_checks_submitted_before_close_still_run_and_later_ones_run_at_once() -> None:

@@ -163,11 +163,12 @@ class CpuBackend(Backend[CpuConfig]):
             used = self._used + hold.slot_nbytes - (old.hold.slot_nbytes if old is not None else 0)
             if self._capacity is not None and used > self._capacity:
                 return Outcome(status=Status.FULL)
-            self._used = used
-            self._token += 1
-            value = Value(hold, self._token, parent)
-            self._values.pop(key, None)
+            value = Value(hold, self._token + 1, parent)
+            if old is not None:
+                del self._values[key]  # from here no call, hence no place for Ctrl-C
             self._values[key] = value
+            self._token += 1
+            self._used = used
         if old is not None and old.hold is not hold:
             old.hold.drop()
         return _describe(value)

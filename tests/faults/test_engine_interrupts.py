@@ -1,0 +1,142 @@
+"""Ctrl-C in an engine's verbs, at every place of the caller's thread where it can come, one at a time."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+from cache_scenario import CHUNK, config_of, cpu, engine_of, eventually, prompt, retrieve, store
+from faulty_backends import Controls, faulty
+from interruption import interrupt_at
+
+from lmcache_core.engine import CacheEngine
+from lmcache_core.sdk import Capabilities
+from lmcache_core.tiers import MemoryTier, StorageTier
+
+TOKENS = prompt(1, CHUNK + 24)  # a chunk and a tail of 16
+STORED = CHUNK + 16
+OTHERS = [prompt(seed, 2 * CHUNK) for seed in (5, 6, 7)]
+PATIENCE_S = 20.0
+PRIVATE = Capabilities(medium="network", delete=True, scan=True, persistent=True, max_in_flight=2)
+SHARED = Capabilities(medium="network", shared=True, persistent=True, max_in_flight=2)
+
+pytestmark = [
+    pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="knows where CPython 3.11 looks for signals"),
+    pytest.mark.skipif(sys.gettrace() is not None, reason="needs the trace function that another tool has"),
+]
+
+
+def nothing_stored(engine: CacheEngine) -> None:
+    """Both tiers are full of other prompts."""
+    engine.clear()
+    for tokens in OTHERS:
+        store(engine, tokens)
+
+
+def stored(engine: CacheEngine) -> None:
+    nothing_stored(engine)
+    store(engine, TOKENS)
+
+
+def far_only(engine: CacheEngine) -> None:
+    stored(engine)
+    engine.flush(PATIENCE_S)
+    engine.clear(search_range=["cpu"])
+
+
+def pin_and_unpin(engine: CacheEngine) -> None:
+    engine.lookup_unpin(engine.lookup(TOKENS, pin=True, ttl_s=1e-3).lookup_id)
+
+
+Step = Callable[[CacheEngine], object]
+SCENARIOS: dict[str, tuple[Capabilities, Step, Step]] = {
+    "store into full tiers": (PRIVATE, nothing_stored, lambda engine: store(engine, TOKENS)),
+    "store into a shared tier": (SHARED, nothing_stored, lambda engine: store(engine, TOKENS)),
+    "load and promote": (PRIVATE, far_only, lambda engine: retrieve(engine, TOKENS)),
+    "load from a shared tier": (SHARED, far_only, lambda engine: retrieve(engine, TOKENS)),
+    "load from memory": (PRIVATE, stored, lambda engine: retrieve(engine, TOKENS)),
+    "pin": (PRIVATE, stored, pin_and_unpin),
+    "clear": (PRIVATE, stored, lambda engine: engine.clear(TOKENS)),
+    "prefetch": (PRIVATE, far_only, lambda engine: engine.prefetch(TOKENS).wait(PATIENCE_S)),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_after_ctrl_c_anywhere_the_next_calls_work_and_all_books_agree(
+    scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)  # some of it comes inside `__del__`
+    capabilities, prepare, work = SCENARIOS[scenario]
+    controls = Controls()
+    controls.capabilities = capabilities
+    far = {"name": "far", "backend": "faulty", "capacity": "128KiB", "deadline": PATIENCE_S}
+    number = 0
+    with engine_of(config_of(cpu(capacity="96KiB"), far), registry=faulty(controls)) as engine:
+        while True:
+            prepare(engine)
+            quiet(engine)
+            where = interrupt_at(number, "lmcache_core", lambda: work(engine))
+            if where is None:
+                break
+            place = f"{where} (number {number})"
+            books_agree(engine, place)
+            store(engine, TOKENS)
+            quiet(engine)
+            assert retrieve(engine, TOKENS) == STORED, place
+            books_agree(engine, place)
+            number += 1
+    assert number > 20
+
+
+def quiet(engine: CacheEngine) -> bool:
+    """Waits until nothing is under way any more."""
+    chain = engine._chain
+    handed_over = threading.Event()
+    chain._behind(handed_over.set)
+    assert handed_over.wait(PATIENCE_S)
+    gc.collect(0)
+    return engine.flush(PATIENCE_S) and eventually(
+        lambda: (
+            not chain._flights.num_waiting
+            and not chain.pool.stats().leases
+            and all(not tier.index.stats().reserved_bytes for tier in chain.tiers)
+            and all(
+                not tier._executor.stats().traffic.in_flight_bytes
+                for tier in chain.tiers
+                if isinstance(tier, StorageTier) and tier._executor is not None
+            )
+        ),
+        timeout_s=PATIENCE_S,
+    )
+
+
+def books_agree(engine: CacheEngine, place: str) -> None:
+    """Nothing is leased, reserved, waited for or claimed; each tier's index says what the tier has."""
+    assert quiet(engine), place
+    chain = engine._chain
+    chain.pool.check()
+    assert not chain._storing, place
+    for tier in chain.tiers:
+        index = tier.index
+        stats = index.stats()
+        keys = index.keys()
+        entries = {key: entry for key in keys if (entry := index.get(key)) is not None}
+        assert stats.used_bytes == sum(entry.stored for entry in entries.values()), place
+        assert stats.capacity_bytes is None or stats.used_bytes <= stats.capacity_bytes, place
+        for key, entry in entries.items():
+            assert entry.place == "here", place
+            assert entry.children == sum(other.parent == key for other in entries.values()), place
+        if isinstance(tier, MemoryTier):
+            assert not tier._storing, place
+            assert tier.stats()[1].entries == chain.pool.stats().holds == len(entries), place
+        else:
+            assert tier.writes.depth() == tier.writes._active == tier.loads._bytes == 0, place
+            assert not tier.exact or tier._executor is None or sorted(entries) == held(tier), place
+
+
+def held(tier: StorageTier) -> list[str]:
+    assert tier._executor is not None
+    return sorted(entry.key for entry in tier._executor.scan("", tier._clock() + PATIENCE_S))
