@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import unittest
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from conformance_backends.broken_network import CallsARefusalAnOutage
 from conformance_backends.broken_values import FlipsABit
 from conformance_backends.files import FileBackend
 from conformance_backends.harness import SmallHarness
@@ -15,6 +17,7 @@ from conformance_backends.memory import MemoryBackend
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Capabilities, Host, Item
 from lmcache_core_conformance import BackendConformance, NotApplicable, Unproven, Verdict, run
+from lmcache_core_conformance.behind import Fault
 from lmcache_core_conformance.runner import Result
 
 ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
@@ -206,6 +209,18 @@ def test_another_backend_can_not_be_certified_in_its_place() -> None:
     result = only(Mine(FlipsABit), ROUND_TRIP)
     assert result.verdict is Verdict.FAILED
     assert "made a MemoryBackend, no FlipsABit" in result.reason
+
+
+def test_a_fault_that_swallows_errors_does_not_swallow_a_failure() -> None:
+    class Mine(SmallHarness):
+        @contextlib.contextmanager
+        def faulty(self, tmp: Path, fault: Fault) -> Iterator[None]:
+            with super().faulty(tmp, fault), contextlib.suppress(BaseException):
+                yield
+
+    result = only(Mine(CallsARefusalAnOutage), "test_a_read_only_medium_refuses_writes_and_serves_reads")
+    assert result.verdict is Verdict.FAILED
+    assert result.reason.startswith("put on a read-only medium: FAILED")
 
 
 def test_a_hook_may_leave_some_cases_to_its_default() -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from conformance_backends.files import FileBackend
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.storage.contract import Call, Item
 from lmcache_core_conformance import Verdict, Violation, run
+from lmcache_core_conformance.crash import end_child
 from lmcache_core_conformance.timing import in_time
 from lmcache_core_conformance.watch import bounded, rounds
 
+ACKNOWLEDGED = "test_a_put_that_was_acknowledged_survives_kill_9"
+OURS = "CONFORMANCE_TEST_PROCESS"
 RACE = "test_racing_calls_on_one_key_have_an_order_that_explains_them"
 
 
@@ -54,6 +59,46 @@ def test_the_threads_of_a_race_and_of_the_backend_are_shown_where_they_hang() ->
     racing = [line for line in told if line.startswith("thread conformance-race-")]
     assert racing
     assert all("round" in line for line in racing)
+
+
+class HangsInAnotherProcess(FileBackend):
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        if str(os.getpid()) != os.environ[OURS]:
+            threading.Event().wait()
+        super().put_many(items, call)
+
+
+def test_a_victim_that_hangs_fails_its_property_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_child()  # an earlier one doesn't know which process is ours
+    monkeypatch.setenv(OURS, str(os.getpid()))
+    harness = SmallHarness(HangsInAnotherProcess)
+    harness.limit_s = 1.0
+    [result] = run(harness, properties=[ACKNOWLEDGED]).results
+    assert result.verdict is Verdict.FAILED
+    assert "still running after 1 s" in result.reason
+    assert "crash.py" in result.reason
+    [result] = run(SmallHarness(FileBackend), properties=[ACKNOWLEDGED]).results
+    assert result.verdict is Verdict.PASSED, result.reason
+    end_child()
+
+
+class HangsInAFault(FileBackend):
+    """Doesn't return while its medium is read-only."""
+
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        while self.medium.fault:
+            threading.Event().wait(0.02)
+        super().put_many(items, call)
+
+
+def test_the_fault_of_a_property_that_hangs_is_undone() -> None:
+    harness, before = SmallHarness(HangsInAFault), set(threading.enumerate())
+    harness.limit_s = 0.5
+    [result] = run(harness, properties=["test_a_read_only_medium_refuses_writes_and_serves_reads"]).results
+    assert "still running after 0.5 s" in result.reason
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)  # it ends only once the medium can be written again
+        assert not thread.is_alive()
 
 
 def test_a_call_that_takes_too_long_is_shown_where_it_stands() -> None:

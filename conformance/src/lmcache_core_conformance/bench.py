@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,18 @@ class Place:
         self.options: Mapping[str, object] = configure(directory)
 
 
+class _Entered:
+    """A context of foreign code: left once, whoever does it, and told of no error that it could swallow."""
+
+    def __init__(self, context: AbstractContextManager[None]) -> None:
+        context.__enter__()
+        self._left: list[AbstractContextManager[None]] = [context]
+
+    def close(self) -> None:
+        with contextlib.suppress(IndexError):
+            self._left.pop().__exit__(None, None, None)  # pop() is atomic under the GIL
+
+
 class Bench:
     """Everything one property may use; `close` takes it all away again. Thread-safe in this alone."""
 
@@ -47,7 +60,7 @@ class Bench:
         self._on_figure = on_figure
         self.directory = Path(tempfile.mkdtemp(prefix="conformance-", dir=harness.directory))
         self._lock = threading.Lock()  # guards the two below
-        self._opened: list[Store | Core] = []
+        self._opened: list[Store | Core | _Entered] = []
         self._closed = False
         self._num_places = 0
 
@@ -136,6 +149,16 @@ class Bench:
         self._keep(core)
         return core
 
+    @contextlib.contextmanager
+    def inside(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        """Enters a harness's context, and leaves it: at the latest when the bench is closed."""
+        entered = _Entered(context)
+        self._keep(entered)
+        try:
+            yield
+        finally:
+            entered.close()
+
     def require_medium(self, *media: str, why: str) -> None:
         """Ends the property as not applicable unless the backend's medium is one of `media`."""
         if self.capabilities.medium not in media:
@@ -215,7 +238,7 @@ class Bench:
         closing.join(self.harness.slack_s)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _keep(self, opened: Store | Core) -> None:
+    def _keep(self, opened: Store | Core | _Entered) -> None:
         """
         Raises:
             Violation: the bench was closed meanwhile; then so is `opened`.
@@ -225,7 +248,7 @@ class Bench:
                 self._opened.append(opened)
                 return
         opened.close()
-        raise Violation("a store was opened after its property was given up")
+        raise Violation("something was opened after its property was given up")
 
     def _found(self) -> tuple[Capabilities, bool]:
         found = _CAPABILITIES.get(self.harness)

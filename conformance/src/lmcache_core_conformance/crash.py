@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -59,7 +62,11 @@ class _Child:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C isn't for it; and it is ended together with its victims
         )
         self._lock = threading.Lock()  # guards the pipes: one request at a time
         self._send(sys.path)
@@ -83,8 +90,12 @@ class _Child:
         return answer
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        """Kills it and its victims. Idempotent; whoever waits for an answer learns that there is none."""
+        if self.alive:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        with self._lock, contextlib.suppress(OSError):
+            self._process.communicate()
 
     def _send(self, message: object) -> None:
         assert self._process.stdin is not None
@@ -102,6 +113,12 @@ def _child() -> _Child:
         _children.append(_Child())
         atexit.register(_children[0].end)
     return _children[0]
+
+
+def end_child() -> None:
+    """Ends the process of a property that was given up, which may wait for a victim that hangs."""
+    if _children:
+        _children.pop().end()
 
 
 class Crasher:

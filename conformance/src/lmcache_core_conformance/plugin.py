@@ -81,16 +81,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if judged is None:
         return None
     from lmcache_core_conformance.runner import judge
-    from lmcache_core_conformance.verdicts import Verdict, Violation
+    from lmcache_core_conformance.verdicts import NotApplicable, Unproven, Verdict, Violation
 
     errors: list[Exception] = []
+    excuses = (NotApplicable, Unproven, pytest.exit.Exception, unittest.SkipTest)
     judged.result = result = judge(judged.harness, judged.prop, judged.deviation, errors.append)
     pyfuncitem.user_properties += [(_FIGURE, str(figure)) for figure in result.figures]
     if result.verdict is Verdict.PASSED:
         return True
-    if errors and not isinstance(errors[0], pytest.exit.Exception | unittest.SkipTest):
-        raise errors[0]
-    raise Violation(result.reason)
+    if not errors:
+        raise Violation(result.reason)
+    if result.verdict is Verdict.FAILED and isinstance(errors[0], excuses):
+        raise Violation(result.reason) from errors[0]
+    raise errors[0]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

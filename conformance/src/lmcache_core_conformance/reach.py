@@ -116,7 +116,7 @@ class Reach:
         other by failing.
         """
         first = len(caller.calls)
-        with self._harness.faulty(self._directory, fault):
+        with self._bench.inside(self._harness.faulty(self._directory, fault)):
             yield
             calls = caller.calls[first:]
             met = any(self._meets(fault, call) for call in calls)

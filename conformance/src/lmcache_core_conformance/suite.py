@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from lmcache_core_conformance.bench import Bench
+from lmcache_core_conformance.crash import end_child
 from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.groups.batching import Batching
 from lmcache_core_conformance.groups.capacity import Capacity
@@ -28,7 +29,7 @@ from lmcache_core_conformance.groups.sharing import Sharing
 from lmcache_core_conformance.groups.sizes import Sizes
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.properties import Group, Property, properties_of
-from lmcache_core_conformance.watch import bounded
+from lmcache_core_conformance.watch import Hung, bounded
 
 GROUPS: tuple[type[Group], ...] = (
     Declaration,
@@ -152,6 +153,9 @@ def execute(prop: Property, harness: Harness, on_figure: Callable[[Figure], None
 
     try:
         bounded(work, harness.limit_s)
+    except (Hung, KeyboardInterrupt):
+        end_child()
+        raise
     finally:
         for bench in benches:
             bench.abandon()

@@ -28,6 +28,10 @@ _before: frozenset[threading.Thread] = frozenset()
 _rounds: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 
 
+class Hung(Violation):
+    """A property had not ended in its time. Its threads go on."""
+
+
 class Stopped(BaseException):
     """Raised in the threads of a property when the run is interrupted. No Exception: nobody handles it."""
 
@@ -36,8 +40,8 @@ def bounded(work: Callable[[], None], limit_s: float) -> None:
     """Runs `work` on a daemon thread, so that a backend that hangs fails instead of hanging the suite.
 
     Raises:
-        Violation: it had not ended after `limit_s`, the message shows where each of its threads stands;
-            or it ended by what is no Exception: sys.exit(), pytest.skip().
+        Hung: it had not ended after `limit_s`; the message shows where each of its threads stands.
+        Violation: it ended by what is no Exception: sys.exit(), pytest.skip().
         Exception: whatever `work` raised.
         KeyboardInterrupt: this thread was interrupted. What `work` started has been told to stop, and
             was waited for a while.
@@ -57,7 +61,7 @@ def bounded(work: Callable[[], None], limit_s: float) -> None:
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
-            raise Violation(f"still running after {limit_s:g} s\n{where_threads_stand()}")
+            raise Hung(f"still running after {limit_s:g} s\n{where_threads_stand()}")
     except KeyboardInterrupt:
         _stop(thread)
         raise

@@ -98,7 +98,8 @@ class Faults(Group):
         self.bench.require_medium("network", "file", why="memory has no access rules")
         place = self.bench.place()
         self.bench.open(place).close()
-        with self.bench.harness.faulty(place.directory, Fault.READ_ONLY):  # met by opening, or fails
+        read_only = self.bench.harness.faulty(place.directory, Fault.READ_ONLY)
+        with self.bench.inside(read_only):  # met by opening, or fails
             error = self._open_error(place)
         check(error is not None, "a store that refuses every write was opened")
         typed = isinstance(error, PermissionDenied | ConfigError)
