@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from lmcache_core.sdk import Outcome, Status
 from lmcache_core_redis.batch import Batch
-from lmcache_core_redis.layout import META, Meta, Names
+from lmcache_core_redis.layout import META, Meta
 from lmcache_core_redis.link import Link
 from lmcache_core_redis.reading import MISS
 from lmcache_core_redis.resp import Command, Reply, ServerError
 
 
-def stat(link: Link, names: Names, indexes: Sequence[int], batch: Batch) -> None:
+def stat(link: Link, indexes: Sequence[int], batch: Batch) -> None:
     """Settles as OK the values that have a description and as many pieces as it says."""
     commands: list[Command] = []
     for index in indexes:
-        name = names.value(batch.keys[index])
+        name = batch.names[index]
         commands += ((b"HGET", name, META), (b"HLEN", name))
     link.send(commands)
     for index in indexes:
@@ -30,9 +30,9 @@ def stat(link: Link, names: Names, indexes: Sequence[int], batch: Batch) -> None
             batch.done(index, found)
 
 
-def delete(link: Link, names: Names, indexes: Sequence[int], batch: Batch) -> None:
+def delete(link: Link, indexes: Sequence[int], batch: Batch) -> None:
     """The server frees the memory in the background."""
-    link.send([(b"UNLINK", names.value(batch.keys[index])) for index in indexes])
+    link.send([(b"UNLINK", batch.names[index]) for index in indexes])
     for index in indexes:
         reply = link.reply()
         if isinstance(reply, ServerError):

@@ -68,7 +68,7 @@ class RedisBackend(Backend[RedisConfig]):
         )
         self._routes = self._routes_to(servers)
         self._pins = Pins(self._names, config.ttl) if config.pin and config.ttl is not None else None
-        self._getter = Getter(self._names, config.piece_bytes)
+        self._getter = Getter(config.piece_bytes)
         self._writer = Writer(self._names, config.piece_bytes, config.ttl, keeps_pins=self._pins is not None)
         self._pin_offered = False
         self._lock = threading.Lock()  # guards the counters
@@ -110,28 +110,28 @@ class RedisBackend(Backend[RedisConfig]):
         self._to_sentinels.close()
 
     def put_many(self, items: Sequence[Item], call: Call) -> None:
-        batch = Batch([item.key for item in items], call)
+        batch = Batch([item.key for item in items], self._names, call)
         self._run(
             "put", batch, lambda link, indexes: self._put(link, items, indexes, batch), follows_ask=False
         )
 
     def get_many(self, items: Sequence[Item], call: Call) -> None:
-        batch = Batch([item.key for item in items], call)
+        batch = Batch([item.key for item in items], self._names, call)
         self._run("get", batch, lambda link, indexes: self._getter.get(link, items, indexes, batch))
 
     def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
-        batch = Batch(keys, call)
-        self._run("stat", batch, lambda link, indexes: asking.stat(link, self._names, indexes, batch))
+        batch = Batch(keys, self._names, call)
+        self._run("stat", batch, lambda link, indexes: asking.stat(link, indexes, batch))
 
     def delete_many(self, keys: Sequence[StorageKey], call: Call) -> None:
-        batch = Batch(keys, call)
-        self._run("delete", batch, lambda link, indexes: asking.delete(link, self._names, indexes, batch))
+        batch = Batch(keys, self._names, call)
+        self._run("delete", batch, lambda link, indexes: asking.delete(link, indexes, batch))
 
     def pin_many(self, keys: Sequence[StorageKey], ttl_s: float, call: Call) -> None:
         pins = self._pins
         if pins is None or not self._pin_offered:
             raise NotSupported("this server keeps no pins", op="pin")
-        batch = Batch(keys, call)
+        batch = Batch(keys, self._names, call)
         self._run("pin", batch, lambda link, indexes: pins.pin(link, indexes, ttl_s, batch))
 
     def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
@@ -155,8 +155,7 @@ class RedisBackend(Backend[RedisConfig]):
 
     def _run(self, op: str, batch: Batch, run: Run, *, follows_ask: bool = True) -> None:
         """Runs an operation on each server that has some of the batch's items; follows redirects once."""
-        names = [self._names.value(key) for key in batch.keys]
-        for node, indexes in self._routes.spread(names, batch.call).items():
+        for node, indexes in self._routes.spread(batch.names, batch.call).items():
             self._run_on(node, indexes, batch, run)
         redirects, batch.redirects = batch.redirects, []
         for redirect in redirects:

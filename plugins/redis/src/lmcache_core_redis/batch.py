@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_core.sdk import BackendError, Call, Outcome, Status, StorageKey, strip_traceback
+from lmcache_core_redis.layout import Names
 from lmcache_core_redis.node import Node, parse_node
 from lmcache_core_redis.resp import ServerError
 
@@ -26,8 +27,9 @@ class Redirect:
 class Batch:
     """Settles a call's items, each once, and remembers which still need an answer."""
 
-    def __init__(self, keys: Sequence[StorageKey], call: Call) -> None:
+    def __init__(self, keys: Sequence[StorageKey], names: Names, call: Call) -> None:
         self.keys = keys
+        self.names = [names.value(key) for key in keys]
         self.call = call
         self.redirects: list[Redirect] = []
         self.misled = False  # a server answered that isn't the one to ask any more

@@ -164,7 +164,8 @@ def bounded_connection(
     connection = kind(**_options(node, account), parser_class=Receiver)
     receiver = connection._get_parser()
     assert isinstance(receiver, Receiver)
-    connection.call = receiver.call = call
+    connection.call = call
+    receiver.arm(call)
     connection.sockets = sockets
     return connection, receiver
 

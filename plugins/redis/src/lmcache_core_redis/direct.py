@@ -11,38 +11,26 @@ from lmcache_core_redis.link import Link
 from lmcache_core_redis.node import Node
 from lmcache_core_redis.resp import Buffer, Place, Reply, ServerError
 
-_TLS_SLICE_NBYTES = 1 << 18
-
 
 class DirectLink(Link):
     def __init__(self, node: Node, where: Where, account: Account, call: Call, sockets: Sockets) -> None:
         super().__init__(node, where)
-        self._tls = account.tls
         self._connection, self._receiver = bounded_connection(node, account, call, sockets)
         self._connection.connect()  # type: ignore[no-untyped-call]  # redis-py's
 
     def _arm(self, call: Call) -> None:
-        self._receiver.call = call
+        self._receiver.arm(call)
 
     @property
     def stale(self) -> bool:
-        return self._receiver.stirs()
+        return self._receiver.stirs
 
     def close(self) -> None:
         self._connection.disconnect()  # type: ignore[no-untyped-call]
-        self._receiver.call = None
+        self._receiver.arm(None)
 
     def _send(self, buffers: Sequence[Buffer]) -> None:
-        sock, call = self._receiver.ready()
-        for buffer in buffers:
-            if not self._tls:
-                sock.settimeout(call.remaining())
-                sock.sendall(buffer)  # its time-out bounds the whole
-                continue
-            memory, sent = memoryview(buffer), 0
-            while sent < len(memory):
-                sock.settimeout(call.remaining())
-                sent += sock.send(memory[sent : sent + _TLS_SLICE_NBYTES])
+        self._receiver.sock.send(buffers)
 
     def _reply(self) -> Reply:
         return self._receiver.reply()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from redis.exceptions import InvalidResponse
 
 from lmcache_core.sdk import Item
 from lmcache_core_redis.batch import Batch
-from lmcache_core_redis.layout import META, Meta, Names, field
+from lmcache_core_redis.layout import META, Meta, field
 from lmcache_core_redis.link import Link
 from lmcache_core_redis.memory import Scratch
 from lmcache_core_redis.reading import Reading
@@ -25,8 +25,7 @@ _WINDOW_NBYTES = 8 << 20
 _WINDOW_REQUESTS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """A field of a value that was asked for, and roughly how long it may be; no field: that was all."""
 
     reading: Reading
@@ -36,22 +35,22 @@ class _Request:
 
 
 class Getter:
-    """How values of a namespace are got."""
+    """How values are got; `piece_nbytes` is how long their pieces most likely are."""
 
-    def __init__(self, names: Names, piece_nbytes: int) -> None:
-        self._names = names
+    def __init__(self, piece_nbytes: int) -> None:
         self._piece_nbytes = piece_nbytes
 
     def get(self, link: Link, items: Sequence[Item], indexes: Sequence[int], batch: Batch) -> None:
         scratch = Scratch()
         torn = []
-        for reading in self._first_pass(link, (Reading(index, items[index], scratch) for index in indexes)):
+        readings = (Reading(index, items[index], batch.names[index], scratch) for index in indexes)
+        for reading in self._first_pass(link, readings):
             if reading.torn and reading.error is None:
                 torn.append(reading)
             else:
                 _settle(reading, link, batch)
         for reading in torn:
-            self._read_at_once(link, reading)
+            _read_at_once(link, reading)
             _settle(reading, link, batch)
 
     def _first_pass(self, link: Link, readings: Iterable[Reading]) -> Iterator[Reading]:
@@ -69,8 +68,9 @@ class Getter:
                 due.append(request)
                 due_nbytes += request.nbytes
                 if request.field is not None:
-                    commands.append((b"HGET", self._names.value(request.reading.item.key), request.field))
-            link.send(commands)
+                    commands.append((b"HGET", request.reading.name, request.field))
+            if commands:
+                link.send(commands)
             if not due:
                 return
             request = due.popleft()
@@ -98,24 +98,24 @@ class Getter:
                         yield _Request(reading, field(piece), piece, meta.piece_nbytes)
             yield _Request(reading, None)
 
-    def _read_at_once(self, link: Link, reading: Reading) -> None:
-        """Reads a value by one command; again only when it got more pieces since it was described."""
-        name = self._names.value(reading.item.key)
-        while True:
-            assert reading.meta is not None
-            pieces = reading.wanted(reading.meta)
-            link.send([(b"HMGET", name, META, *map(field, pieces))])
-            count = link.array()
-            if isinstance(count, ServerError) or count is None:
-                reading.describe(count)
-                return
-            if count != 1 + len(pieces):
-                raise InvalidResponse(f"{count} answers to {1 + len(pieces)} questions")
-            reading.describe(link.reply())
-            for piece in pieces:
-                reading.received(piece, link.bulk(partial(reading.place, piece)))
-            if reading.meta is None or set(reading.wanted(reading.meta)) <= set(pieces):
-                return
+
+def _read_at_once(link: Link, reading: Reading) -> None:
+    """Reads a value by one command; again only when it got more pieces since it was described."""
+    while True:
+        assert reading.meta is not None
+        pieces = reading.wanted(reading.meta)
+        link.send([(b"HMGET", reading.name, META, *map(field, pieces))])
+        count = link.array()
+        if isinstance(count, ServerError) or count is None:
+            reading.describe(count)
+            return
+        if count != 1 + len(pieces):
+            raise InvalidResponse(f"{count} answers to {1 + len(pieces)} questions")
+        reading.describe(link.reply())
+        for piece in pieces:
+            reading.received(piece, link.bulk(partial(reading.place, piece)))
+        if reading.meta is None or set(reading.wanted(reading.meta)) <= set(pieces):
+            return
 
 
 def _receive(link: Link, request: _Request) -> None:

@@ -8,6 +8,8 @@ from itertools import accumulate
 
 from lmcache_core.sdk import View, host_memory
 
+_SCRATCH_NBYTES = 1 << 16
+
 
 class Memory:
     """The views of an item as one run of bytes. Let go of it before the item is settled."""
@@ -32,8 +34,12 @@ class Scratch:
     """Memory for bytes that nobody wants."""
 
     def __init__(self) -> None:
-        self._memory = memoryview(bytearray(1 << 16))
+        self._memory = memoryview(b"")
 
     def of(self, nbytes: int) -> list[memoryview]:
+        if not nbytes:
+            return []
+        if not self._memory:
+            self._memory = memoryview(bytearray(_SCRATCH_NBYTES))
         whole, rest = divmod(nbytes, len(self._memory))
         return [self._memory] * whole + [self._memory[:rest]] * bool(rest)

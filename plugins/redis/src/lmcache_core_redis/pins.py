@@ -49,7 +49,7 @@ class Pins:
     def pin(self, link: Link, indexes: Sequence[int], ttl_s: float, batch: Batch) -> None:
         """Keeps the values for `ttl_s` from now on; a longer pin that they have stays."""
         pins, duration = self._names.pins, b"%d" % round(ttl_s * 1000)
-        names = [self._names.value(batch.keys[index]) for index in indexes]
+        names = [batch.names[index] for index in indexes]
         link.send([(b"EVAL", _PIN, b"2", name, pins, duration) for name in names])
         for index in indexes:
             reply = link.reply()

@@ -15,9 +15,10 @@ MISS = Outcome(status=Status.MISS)
 class Reading:
     """An item of a get. Holds the item's memory until it is closed."""
 
-    def __init__(self, index: int, item: Item, scratch: Scratch) -> None:
+    def __init__(self, index: int, item: Item, name: bytes, scratch: Scratch) -> None:
         self.index = index
         self.item = item
+        self.name = name
         self.meta: Meta | None = None
         self.error: ServerError | None = None
         self.answered = False  # the description came, or the answer that there is none

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-import ssl
 from collections.abc import Callable, Iterable, Sequence
 
 from redis._parsers.base import BaseParser
 from redis.connection import AbstractConnection
 from redis.exceptions import InvalidResponse, ResponseError
 
-from lmcache_core.sdk import BackendUnavailable, Call, recv_into
+from lmcache_core.sdk import BackendUnavailable, Call
+from lmcache_core_redis.waits import BoundedSocket
 
 Buffer = bytes | memoryview
 Argument = bytes | Sequence[Buffer]
@@ -19,7 +18,7 @@ Command = Sequence[Argument]
 Place = Callable[[int], Sequence[memoryview]]
 """Says where a bulk string of so many bytes goes: memory of exactly that length."""
 
-_READ_NBYTES = 1 << 16
+_READ_NBYTES = 1 << 14  # more would be copied twice where a long string follows
 _MAX_REPLY_NBYTES = 1 << 24  # of a reply that isn't placed: names, small fields
 _MAX_ELEMENTS = 1 << 20
 _CRLF = b"\r\n"
@@ -71,18 +70,27 @@ class Receiver(BaseParser):
         self._buffer = bytearray(_READ_NBYTES)
         self._memory = memoryview(self._buffer)
         self._start = self._end = 0
-        self._sock: socket.socket | None = None
-        self.call: Call | None = None
+        self._sock: BoundedSocket | None = None
+        self._call: Call | None = None
+
+    def arm(self, call: Call | None) -> None:
+        """Serves `call` from now on."""
+        self._call = call
+        if self._sock is not None:
+            self._sock.call = call
 
     def on_connect(self, connection: AbstractConnection) -> None:
-        self._sock = connection._get_socket()
+        sock = connection._get_socket()
+        assert sock is not None
+        self._sock = BoundedSocket(sock)
+        self._sock.call = self._call
         self._start = self._end = 0
 
     def on_disconnect(self) -> None:
         self._sock = None
 
     def can_read(self, timeout: float = 0) -> bool:
-        return self._start < self._end
+        return self.stirs
 
     def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Reply:
         return self.reply()
@@ -165,12 +173,7 @@ class Receiver(BaseParser):
         if self._start:
             self._memory[:left] = self._memory[self._start : self._end]
             self._start, self._end = 0, left
-        sock, call = self.ready()
-        sock.settimeout(call.remaining())
-        count = sock.recv_into(self._memory[self._end :])
-        if count == 0:
-            raise BackendUnavailable("the server closed the connection")
-        self._end += count
+        self._end += self.sock.receive_some(self._memory[self._end :])
 
     def _fill(self, memory: memoryview) -> None:
         buffered = min(self._end - self._start, len(memory))
@@ -178,26 +181,18 @@ class Receiver(BaseParser):
             memory[:buffered] = self._memory[self._start : self._start + buffered]
             self._start += buffered
         if buffered < len(memory):
-            sock, call = self.ready()
-            recv_into(sock, memory[buffered:], call)
+            self.sock.fill(memory[buffered:])
 
+    @property
     def stirs(self) -> bool:
         """Whether an idle connection isn't quiet and open, as one is that owes no reply."""
-        if self._sock is None or self._start < self._end:
-            return True
-        self._sock.settimeout(0)
-        try:
-            self._sock.recv(1)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return False
-        except OSError:
-            return True
-        return True
+        return self._sock is None or self._start < self._end or self._sock.stirs
 
-    def ready(self) -> tuple[socket.socket, Call]:
-        if self._sock is None or self.call is None:
+    @property
+    def sock(self) -> BoundedSocket:
+        if self._sock is None:
             raise BackendUnavailable("the connection is closed")
-        return self._sock, self.call
+        return self._sock
 
 
 def _number(text: bytes, limit: int) -> int:

@@ -52,7 +52,7 @@ class Writer:
         for index in indexes:
             item = items[index]
             meta = Meta.of(os.urandom(VERSION_NBYTES), item.nbytes, self._piece_nbytes, item.parent)
-            commands = list(self._commands(item, meta))
+            commands = list(self._commands(item, batch.names[index], meta))
             link.send(commands)
             before, sent = sent, _Sent(index, item.nbytes, len(commands))
             if before is not None:
@@ -60,8 +60,8 @@ class Writer:
         if sent is not None:
             _settle(link, sent, batch)
 
-    def _commands(self, item: Item, meta: Meta) -> Iterator[Command]:
-        memory, name = Memory(item.views), self._names.value(item.key)
+    def _commands(self, item: Item, name: bytes, meta: Meta) -> Iterator[Command]:
+        memory = Memory(item.views)
         if meta.num_pieces == 1:
             yield (b"MULTI",)
             yield (b"UNLINK", name)
