@@ -8,7 +8,6 @@ import logging
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -230,7 +229,7 @@ def _certify(harness: Harness, name: str, groups: Collection[str]) -> tuple[Repo
     console = Console()
 
     def show(result: Result) -> None:
-        _show(console, replace(result, reason=redactor.conceal(result.reason)))
+        _show(console, result, redactor.conceal)
 
     code = 0
     try:
@@ -257,7 +256,8 @@ def _check_that_it_opens(harness: Harness, name: str) -> Redactor:
         return redactor
     except ConfigError as error:
         raise CannotRun(
-            f"backend {name!r} refuses its options (give them under `options` in --config FILE): {error}"
+            f"backend {name!r} refuses its options (give them under `options` in --config FILE): "
+            f"{redactor.conceal(str(error))}"
         ) from error
     except Exception as error:  # recorded boundary: the backend is foreign code
         message = redactor.conceal(f"{type(error).__name__}: {error}")
@@ -282,7 +282,7 @@ def _or_cannot_run(work: Callable[[], T]) -> T:
         raise CannotRun(str(error)) from error
 
 
-def _show(console: Console, result: Result) -> None:
+def _show(console: Console, result: Result, conceal: Callable[[str], str]) -> None:
     style = "yellow" if result.below_floor else _STYLES[result.verdict]
     verdict = said(result.verdict, below_floor=result.below_floor)
     _print(
@@ -291,11 +291,11 @@ def _show(console: Console, result: Result) -> None:
         f"[dim]{result.seconds:.2f} s[/]",
     )
     if result.reason:
-        _print(console, f"{_INDENT}{escape(result.reason)}")
+        _print(console, f"{_INDENT}{escape(conceal(result.reason))}")
     if result.verdict is Verdict.FAILED:
         _print(console, f"{_INDENT}[dim]why it matters: {escape(result.prop.why)}[/]")
     for figure in result.figures:
-        _print(console, f"{_INDENT}[dim]{escape(str(figure))}[/]")
+        _print(console, f"{_INDENT}[dim]{escape(conceal(str(figure)))}[/]")
 
 
 def _summarise(console: Console, name: str, report: Report) -> None:

@@ -182,7 +182,7 @@ def describe(report: Report, harness: Harness, *, name: str | None = None) -> Re
             environment=_environment(bench.directory),
             capabilities=capabilities_of(bench),
             results=results,
-            figures=_figures(report, harness),
+            figures=_figures(report, harness, redactor),
             interrupted=report.interrupted,
         )
     finally:
@@ -296,11 +296,11 @@ def _suite(harness: Harness, ran: set[str]) -> SuiteVersions:
     )
 
 
-def _figures(report: Report, harness: Harness) -> tuple[MeasuredFigure, ...]:
+def _figures(report: Report, harness: Harness, redactor: Redactor) -> tuple[MeasuredFigure, ...]:
     return tuple(
         msgspec.convert(
             {
-                **{name: _rounded(value) for name, value in dataclasses.asdict(figure).items()},
+                **{name: _shown(value, redactor) for name, value in dataclasses.asdict(figure).items()},
                 "property": result.prop.name,
                 "enforced": harness.enforce_performance,
             },
@@ -311,8 +311,10 @@ def _figures(report: Report, harness: Harness) -> tuple[MeasuredFigure, ...]:
     )
 
 
-def _rounded(value: object) -> object:
-    """To four digits: the rest is noise."""
+def _shown(value: object, redactor: Redactor) -> object:
+    """A number to four digits, since the rest is noise; a text, such as a driver's, without secrets."""
+    if isinstance(value, str):
+        return redactor.clean(value)
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
