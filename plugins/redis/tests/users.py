@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TIER, TIER_PASSWORD = "tier", "the-tiers-own-password"
-NARROW, NARROW_PASSWORD = "narrow", "may-neither-list-nor-delete"
+NARROW, NARROW_PASSWORD = "narrow", "may-not-list"
+KEEPER, KEEPER_PASSWORD = "keeper", "may-not-remove"
 WRONG_PASSWORD = "known-to-nobody"
 NAMESPACES = "tests-"
 """How every namespace of the tests begins."""
-RULE = ("+@read", "+@write", "+@connection", "+@scripting", "+@transaction", "+info", "+config|get")
-NARROW_RULE = (*RULE, "-scan", "-del", "-unlink")
+RULE = (
+    *("+ping", "+hello", "+auth", "+select", "+client", "+info", "+cluster|slots", "+asking"),
+    *("+hget", "+hmget", "+hlen", "+exists", "+scan", "+multi", "+exec", "+eval", "+time"),
+    *("+hset", "+unlink", "+rename", "+persist", "+pexpire"),
+    *("+zadd", "+zscore", "+zrem", "+zrangebyscore"),
+)
+NARROW_RULE = (*RULE, "-scan")
+KEEPER_RULE = (*RULE, "-unlink")
 
 
 def user_line(name: str, password: str, rule: Sequence[str], pattern: str = f"~{NAMESPACES}*") -> str:
@@ -20,7 +27,11 @@ def user_line(name: str, password: str, rule: Sequence[str], pattern: str = f"~{
     return f"user {name} on >{password} {pattern} {' '.join(rule)}"
 
 
-USERS = (user_line(TIER, TIER_PASSWORD, RULE), user_line(NARROW, NARROW_PASSWORD, NARROW_RULE))
+USERS = (
+    user_line(TIER, TIER_PASSWORD, RULE),
+    user_line(NARROW, NARROW_PASSWORD, NARROW_RULE),
+    user_line(KEEPER, KEEPER_PASSWORD, KEEPER_RULE),
+)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Where:
             return PermissionDenied(
                 f"{self._server} refuses user {self._user}: set `username` and `password` ({error.text})"
             )
-        if code == "NOPERM":
+        if code == "NOPERM" or "user executing the script can't" in error.text:  # so Redis 7.0 says it
             return PermissionDenied(
                 f"{self._server} forbids user {self._user} something; its ACL needs "
                 f"~{self._namespace}[.:]* and the commands that the README lists ({error.text})"
