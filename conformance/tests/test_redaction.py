@@ -110,7 +110,7 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TextBackend(MemoryBackend):
     config_class = TextConfig  # type: ignore[assignment]
 
-    def __init__(self, config: TextConfig) -> None:  # type: ignore[override]
+    def __init__(self, config: TextConfig) -> None:
         super().__init__(MemoryBackend.config_class())
 
 

@@ -6,8 +6,10 @@ import importlib.util
 import keyword
 import os
 import re
+import shlex
 import shutil
-from importlib.metadata import version
+import sys
+from importlib.metadata import distributions, version
 from pathlib import Path
 from string import Template
 
@@ -25,6 +27,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _PREFIX = "lmcache-core-"
 _RESERVED = frozenset({"conformance", "core", "kernels", "lmcache", "sdk"})
 """Distributions and modules that are, or may become, the project's own."""
+_YAML_WORDS = frozenset({"false", "n", "no", "none", "null", "off", "on", "true", "y", "yes"})
 _SUFFIX = ".in"
 
 
@@ -48,7 +51,7 @@ def command(name: str, parent: Path) -> None:
     write(render(name), target)
     click.echo(
         f"{target}: a working backend {name!r}, which keeps each value in a file. Next:\n"
-        f"  cd {target}\n"
+        f"  cd {shlex.quote(str(target.absolute() if str(target).startswith('-') else target))}\n"
         "  pip install -e '.[test]'\n"
         "  pytest --conformance-strict\n"
         '  grep -rn "FILL IN" .    # what to replace by your store'
@@ -66,10 +69,18 @@ def check_name(name: str) -> None:
         raise ConfigError(f"{name!r} can't be a name: use a-z, 0-9 and single '-' between, a letter first")
     if len(name) > MAX_NAME_CHARS:
         raise ConfigError(f"the name has {len(name)} characters: use at most {MAX_NAME_CHARS}")
-    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise ConfigError(f"{name!r} is a keyword of Python: choose another name")
-    if name in _RESERVED:
-        raise ConfigError(f"{name!r} belongs to lmcache-core itself: choose another name")
+    for clashes, reason in (
+        (name in _YAML_WORDS, "means something else in a config file, which is YAML"),
+        (
+            name.startswith("test"),
+            "makes classes that pytest takes for tests, as all that begins with 'test'",
+        ),
+        (keyword.iskeyword(name) or keyword.issoftkeyword(name), "is a keyword of Python"),
+        (name in sys.stdlib_module_names, "is a module of Python itself, for which readers would take it"),
+        (name in _RESERVED, "belongs to lmcache-core itself"),
+    ):
+        if clashes:
+            raise ConfigError(f"{name!r} {reason}: choose another name")
 
 
 def check_free(name: str) -> None:
@@ -83,6 +94,9 @@ def check_free(name: str) -> None:
                 f"{plugin.distribution} is installed and has a plugin named {name!r}: choose another name, "
                 "or uninstall it"
             )
+    distribution = f"{_PREFIX}{name}"
+    if any(distributions(name=distribution)):
+        raise ConfigError(f"{distribution} is installed already: choose another name, or uninstall it")
     package = _package(name)
     if importlib.util.find_spec(package) is not None:
         raise ConfigError(f"a module {package} is installed already: choose another name, or uninstall it")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,19 @@ def test_places_to_fill_in_are_marked(path: str) -> None:
         ("x" * 41, "the name has 41 characters: use at most 40"),
         ("class", "'class' is a keyword of Python: choose another name"),
         ("match", "'match' is a keyword of Python: choose another name"),
+        ("null", "'null' means something else in a config file, which is YAML: choose another name"),
+        ("none", "'none' means something else in a config file"),
+        ("true", "'true' means something else in a config file"),
+        ("false", "'false' means something else in a config file"),
+        ("on", "'on' means something else in a config file"),
+        ("off", "'off' means something else in a config file"),
+        ("yes", "'yes' means something else in a config file"),
+        ("no", "'no' means something else in a config file"),
+        ("~", "'~' can't be a name"),
+        ("test", "'test' makes classes that pytest takes for tests, as all that begins with 'test'"),
+        ("test-store", "'test-store' makes classes that pytest takes for tests"),
+        ("tests", "'tests' makes classes that pytest takes for tests"),
+        ("shelve", "'shelve' is a module of Python itself, for which readers would take it: choose another"),
         ("sdk", "'sdk' belongs to lmcache-core itself: choose another name"),
         ("lmcache-core-mine", "give the name without 'lmcache-core-', which is put before it"),
         ("taken", "somebodys-plugin is installed and has a plugin named 'taken': choose another name"),
@@ -135,6 +149,32 @@ def test_a_module_of_that_name_is_refused(
     result = run("shelf")
     assert "a module lmcache_core_shelf is installed already" in result.output
     assert os.listdir(tmp_path) == ["elsewhere"]
+
+
+def test_a_distribution_of_that_name_is_refused(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "elsewhere" / "lmcache_core_shelf-1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: LMCache_core.shelf\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    result = run("shelf")
+    assert result.output == (
+        "Error: lmcache-core-shelf is installed already: choose another name, or uninstall it\n"
+    )
+    assert os.listdir(tmp_path) == ["elsewhere"]
+
+
+@pytest.mark.parametrize("parent", ["sp ace;$(touch oops)", "it's", "-n", "two\nlines", "*"])
+def test_the_line_that_leads_there_can_be_given_to_a_shell(
+    run: Callable[..., Result], tmp_path: Path, parent: str
+) -> None:
+    result = run("shelf", "--dir", parent)
+    start, end = result.output.index("  cd "), result.output.index("\n  pip install")
+    shown = result.output[start:end]
+    done = subprocess.run(["sh", "-c", f"{shown} && pwd"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path / parent / 'lmcache-core-shelf'}\n"
+    assert os.listdir(tmp_path) == [parent]
 
 
 def test_an_empty_directory_is_filled(run: Callable[..., Result], tmp_path: Path) -> None:
