@@ -2,10 +2,11 @@
 
 from lmcache_core.tiers.backends import PreparedTier, prepare_tiers
 from lmcache_core.tiers.build import build_chain
-from lmcache_core.tiers.chain import Deadlines, Marks, Policy, Run, Tier, TierChain
+from lmcache_core.tiers.chain import TierChain
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.index import ResidencyIndex
 from lmcache_core.tiers.memory_tier import MemoryTier
+from lmcache_core.tiers.requests import Deadlines, Marks, Policy, Run, Tier
 from lmcache_core.tiers.storage_tier import StorageTier
 
 __all__ = [

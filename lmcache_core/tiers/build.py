@@ -23,8 +23,9 @@ from lmcache_core.storage import (
 )
 from lmcache_core.storage.serial import SerialThread
 from lmcache_core.tiers.backends import PreparedTier, prepare_tiers
-from lmcache_core.tiers.chain import Policy, TierChain
+from lmcache_core.tiers.chain import TierChain
 from lmcache_core.tiers.memory_tier import MemoryTier
+from lmcache_core.tiers.requests import Policy
 from lmcache_core.tiers.storage_tier import StorageTier, StorageTierOptions
 
 MAX_SLABS = 1024

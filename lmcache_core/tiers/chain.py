@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
 
 from lmcache_core.errors import PoolFull
 from lmcache_core.events import Event, StoreShed
@@ -17,54 +16,10 @@ from lmcache_core.storage import Priority
 from lmcache_core.tiers.flights import Flights, Ticket
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.memory_tier import MemoryTier
+from lmcache_core.tiers.requests import Deadlines, Marks, Policy, Run, Tier
 from lmcache_core.tiers.storage_tier import GRACE_S, StorageTier
 
 MAX_SEEN = 65_536
-
-Tier = MemoryTier | StorageTier
-Marks = Mapping[str, int]
-"""For each tier, by name, the moment at which a request began."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the config says about a tier's place in the chain."""
-
-    write: bool
-    """New frames are written here."""
-    promote: str
-    """When a frame loaded from here is kept in the nearer tiers: always, on_second_hit, never."""
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`keys[start:stop]` of a request are held by `tier`, the nearest that has them."""
-
-    tier: Tier
-    start: int
-    stop: int
-
-
-class Deadlines:
-    """When one request gives up on each tier, however often it turns to it. For one thread."""
-
-    def __init__(self, policies: Mapping[str, Policy], clock: Callable[[], float]) -> None:
-        self._policies = policies
-        self._clock = clock
-        self._until: dict[str, float] = {}
-
-    def of(self, tier: Tier) -> float:
-        """Absolute clock seconds."""
-        until = self._until.get(tier.name)
-        if until is None:
-            until = self._until[tier.name] = self._clock() + self._policies[tier.name].deadline_s
-        return until
-
-    def extend(self, seconds: float) -> None:
-        """Gives every tier that much more, for time that was spent elsewhere."""
-        for name in self._until:
-            self._until[name] += seconds
 
 
 class TierChain:
@@ -220,10 +175,10 @@ class TierChain:
         """Starts reading frames for `tickets`, or joins reads of them that are under way."""
 
         def depart() -> None:
-            tier.loads.expire()  # a flight past its deadline is not worth joining
+            tier.reads.queue.expire()  # a flight past its deadline is not worth joining
             mine = self._flights.join(tickets)
             if mine:
-                tier.load(
+                tier.reads.load(
                     mine,
                     priority,
                     deadline,
@@ -349,7 +304,7 @@ class TierChain:
             if isinstance(each, MemoryTier):
                 each.remove([key], "rejected")
             elif each.name == tier:
-                each.reject(key, reason)
+                each.reads.reject(key, reason)
 
     def touch(self, keys: Sequence[StorageKey]) -> None:
         """Marks a path from the root as used, in every tier."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lmcache_core.errors import Corrupt, LMCacheError, PoolFull
 from lmcache_core.frame import FrameHeader
@@ -25,10 +26,21 @@ def why(outcome: Outcome) -> str:
     return str(outcome.error) if outcome.error is not None else outcome.status.value
 
 
-class LoadJob(Job):
-    """Reads frames into memory of the pool, taken when the job is dispatched: all, or a shorter prefix.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be read of a copy: all of it, or a range."""
 
-    Calls `arrived(copy, frame, outcome)` exactly once a copy; a frame that is given passes to the callee.
+    copy: Resident
+    nbytes: int
+    offset: int = 0
+    whole: bool = True
+
+
+class LoadJob(Job):
+    """Reads into memory of the pool, taken when the job is dispatched: for all, or for a shorter prefix.
+
+    Calls `arrived(wanted, lease, header, outcome)` exactly once each; a lease that is given passes to the
+    callee, with the header except for ranges that don't start at 0, which nobody has verified then.
     Memory of items that timed out stays with the job until the backend has let go of it.
     """
 
@@ -37,8 +49,8 @@ class LoadJob(Job):
     def __init__(
         self,
         pool: MemoryPool,
-        copies: Sequence[Resident],
-        arrived: Callable[[Resident, Frame | None, Outcome], None],
+        wanted: Sequence[Wanted],
+        arrived: Callable[[Wanted, Lease | None, FrameHeader | None, Outcome], None],
         *,
         tier: str,
         priority: Priority,
@@ -47,14 +59,14 @@ class LoadJob(Job):
     ) -> None:
         self.priority = priority
         self.deadline = deadline
-        self.num_items = len(copies)
-        self.nbytes = sum(copy.nbytes for copy in copies)
+        self.num_items = len(wanted)
+        self.nbytes = sum(each.nbytes for each in wanted)
         self._pool = pool
-        self._copies = copies
+        self._wanted = wanted
         self._arrived = arrived
         self._owner = f"load {tier}"
         self._allocate_until = allocate_until
-        self._lock = threading.Lock()  # guards _leases: a lease goes to its frame or is released, once
+        self._lock = threading.Lock()  # guards _leases: a lease goes to its callee or is released, once
         self._leases: list[Lease | None] = []
         self._on_finished: Callable[[], None] = lambda: None
 
@@ -70,23 +82,23 @@ class LoadJob(Job):
     def prepare(self) -> Sequence[Item]:
         until = min(self.deadline, self._allocate_until())
         items = []
-        for copy in self._copies:
+        for each in self._wanted:
             try:
-                lease = self._pool.allocate(copy.nbytes, owner=self._owner, deadline=until, reserve=True)
+                lease = self._pool.allocate(each.nbytes, owner=self._owner, deadline=until, reserve=True)
             except PoolFull:
                 break
             self._leases.append(lease)
-            items.append(Item(copy.key, (view_of(self._pool, lease),), parent=copy.parent))
+            views = (view_of(self._pool, lease),)
+            copy = each.copy
+            items.append(Item(copy.key, views, offset=each.offset, whole=each.whole, parent=copy.parent))
         return items
 
     def settled(self, index: int, outcome: Outcome, header: FrameHeader | None) -> None:
-        frame = None
-        if outcome.status is Status.OK and header is not None:
+        lease = None
+        if outcome.status is Status.OK:
             with self._lock:
                 lease, self._leases[index] = self._leases[index], None
-            if lease is not None:
-                frame = Frame(header, lease, sealed=True)
-        self._arrived(self._copies[index], frame, outcome)
+        self._arrived(self._wanted[index], lease, header, outcome)
 
     def landed(self, index: int, outcome: Outcome) -> None:
         """A read that came too late: nobody waits for it, and its memory goes back in `finished`."""

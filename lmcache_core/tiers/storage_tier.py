@@ -10,24 +10,21 @@ from functools import partial
 from typing import Protocol
 
 from lmcache_core.errors import BackendError, BackendUnavailable, ConfigError, PermissionDenied
-from lmcache_core.events import EventBus, FrameRejected, TierUp
-from lmcache_core.frame import PAGE_NBYTES
+from lmcache_core.events import EventBus, TierUp
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import MemoryPool, PinTable
 from lmcache_core.storage import Capabilities, Job, Outcome, Priority, Status, TierExecutor
 from lmcache_core.storage.signal import Signal
 from lmcache_core.tiers.failures import Failures
-from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.hints import Hints
 from lmcache_core.tiers.index import ResidencyIndex, Resident
-from lmcache_core.tiers.jobs import DeleteJob, LoadJob, StatJob, is_corrupt, why
-from lmcache_core.tiers.loads import LoadQueue
+from lmcache_core.tiers.jobs import DeleteJob, StatJob
 from lmcache_core.tiers.opening import Opener
+from lmcache_core.tiers.reads import FrameReads
 from lmcache_core.tiers.writes import WriteQueue
 
 BATCH_NBYTES = 16 << 20
 MAX_BATCH = 512
-LEAST_FRAME_NBYTES = 2 * PAGE_NBYTES
 GRACE_S = 0.25
 """How long past a deadline the executor may take to say so before a waiter gives up on it."""
 
@@ -86,7 +83,6 @@ class StorageTier:
         # Half of what may be in flight is for loads; of the rest, half may be active when a batch is added.
         self.write_bytes = options.in_flight_bytes // 4
         self.batch_nbytes = min(BATCH_NBYTES, self.write_bytes)
-        self.loads = LoadQueue(options.in_flight_bytes // 2, self.submit, clock)
         self.index = ResidencyIndex(
             options.name, None, pinned=lambda key: pins.pinned(options.name, key), events=events
         )
@@ -96,11 +92,18 @@ class StorageTier:
         self.exact = False
         self.capabilities = Capabilities()
         self._hints = Hints(clock)
-        self._good_reads = 0  # roughly: only whether it grew matters
         self._failures = Failures(options.name, events.emit, clock)
+        self.reads = FrameReads(
+            self,
+            pool,
+            self._hints,
+            emit=events.emit,
+            in_flight_bytes=options.in_flight_bytes // 2,
+            allocate_deadline_s=options.allocate_deadline_s,
+            clock=clock,
+        )
         self._options = options
         self._open_tier = open_tier
-        self._pool = pool
         self._emit = events.emit
         self._behind = behind
         self._clock = clock
@@ -276,49 +279,7 @@ class StorageTier:
             self.failed("stat", failed[0])
         return answers
 
-    # -- frames in and out -----------------------------------------------------------------------
-
-    def load(
-        self,
-        keys: Sequence[StorageKey],
-        priority: Priority,
-        deadline: float,
-        arrived: Callable[[StorageKey, Frame | None, str], None],
-    ) -> None:
-        """Starts reading frames. `arrived` is called once a key, on any thread, and owns the frame given.
-
-        Only for threads that Ctrl-C doesn't come to.
-        """
-        copies = []
-        for key in keys:
-            copy = self.index.get(key)
-            if copy is None:
-                arrived(key, None, "no longer there")
-            elif not LEAST_FRAME_NBYTES <= copy.nbytes <= self._pool.capacity_bytes:
-                self.reject(key, f"a value of {copy.nbytes} bytes is no frame that fits")
-                arrived(key, None, "no frame")
-            else:
-                copies.append(copy)
-
-        def settled(copy: Resident, frame: Frame | None, outcome: Outcome) -> None:
-            if frame is None:
-                self._not_loaded(copy, outcome)
-            else:
-                self._good_reads += 1
-            arrived(copy.key, frame, "" if frame is not None else why(outcome))
-
-        for batch in _batches(copies, self.max_batch, self.batch_nbytes):
-            self.loads.add(
-                LoadJob(
-                    self._pool,
-                    batch,
-                    settled,
-                    tier=self.name,
-                    priority=priority,
-                    deadline=deadline,
-                    allocate_until=lambda: self._clock() + self._options.allocate_deadline_s,
-                )
-            )
+    # -- removing --------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[StorageKey], reason: str, deadline: float) -> int:
         """Deletes these copies, waiting until the deadline; pinned ones stay. Returns how many went."""
@@ -356,48 +317,15 @@ class StorageTier:
         self._behind(self.writes.pump)
         return len(removed)
 
-    def reject(self, key: StorageKey, reason: str) -> None:
-        """What is stored under `key` is not to be read again until it has been written anew."""
-        self._emit(FrameRejected(tier=self.name, key=key, reason=reason))
-        self._hints.reject(key)
-        copy = self.index.get(key)
-        if copy is not None:
-            self._behind(partial(self._delete_bad, copy))
-
-    def _not_loaded(self, copy: Resident, outcome: Outcome) -> None:
-        if is_corrupt(outcome) or outcome.status is Status.TOO_SMALL:
-            self.reject(copy.key, why(outcome))
-        elif outcome.status is Status.MISS:
-            self._hints.disbelieve(copy.key)
-            self.index.remove(copy.key, "lost", token=copy.token)
-        elif outcome.status in (Status.FAILED, Status.TIMEOUT):
-            self.failed("get", outcome)
-            if outcome.status is Status.FAILED and self._hints.failed_again(copy.key, self._good_reads):
-                self._emit(FrameRejected(tier=self.name, key=copy.key, reason=f"unreadable: {why(outcome)}"))
-                self._hints.reject(copy.key)  # not deleted: it may be good, and a new write replaces it
-
-    def _delete_bad(self, copy: Resident) -> None:
-        if not self.index.take_copy(copy, "rejected"):
-            return
-        if not self.capabilities.delete:
-            self.index.kept(copy)  # its bytes still count; a new write replaces it
-            return
-
-        def removed(victim: Resident, outcome: Outcome) -> None:
-            if outcome.status in (Status.OK, Status.MISS):
-                self.index.gone(victim)
-            else:
-                self.failed("delete", outcome)
-                self.index.kept(victim)
-
-        deadline = self._clock() + self.deadline_s
-        self.submit(DeleteJob([copy], removed, self.writes.pump, deadline=deadline))
-
-    # -- what the write queue needs --------------------------------------------------------------
+    # -- what reads and writes need --------------------------------------------------------------
 
     @property
     def keeps_waiting(self) -> bool:
         return self._options.keeps_waiting
+
+    @property
+    def deletes(self) -> bool:
+        return self.capabilities.delete
 
     @property
     def max_batch(self) -> int:
@@ -416,6 +344,16 @@ class StorageTier:
         for index in range(job.num_items):
             job.settled(index, Outcome(status=Status.FAILED, error=error), None)
         job.finished()
+
+    def behind(self, function: Callable[[], None]) -> None:
+        self._behind(function)
+
+    def verify(self, check: Callable[[], None]) -> None:
+        executor = self._executor
+        if executor is not None:
+            executor.verify(check)
+        else:
+            check()
 
     def wrote(self, key: StorageKey) -> None:
         self._hints.accept(key)
@@ -445,15 +383,3 @@ class StorageTier:
         self._hints.disbelieve(key)
         if not self.exact:
             self.index.remove(key, "lost")
-
-
-def _batches(copies: Sequence[Resident], max_batch: int, batch_nbytes: int) -> list[list[Resident]]:
-    batches: list[list[Resident]] = []
-    nbytes = 0
-    for copy in copies:
-        if not batches or len(batches[-1]) >= max_batch or nbytes + copy.nbytes > batch_nbytes:
-            batches.append([])
-            nbytes = 0
-        batches[-1].append(copy)
-        nbytes += copy.nbytes
-    return batches

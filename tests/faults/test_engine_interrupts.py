@@ -133,7 +133,7 @@ def books_agree(engine: CacheEngine, place: str) -> None:
             assert not tier._storing, place
             assert tier.stats()[1].entries == chain.pool.stats().holds == len(entries), place
         else:
-            assert tier.writes.depth() == tier.writes._active == tier.loads._bytes == 0, place
+            assert tier.writes.depth() == tier.writes._active == tier.reads.queue._bytes == 0, place
             assert not tier.exact or tier._executor is None or sorted(entries) == held(tier), place
 
 
