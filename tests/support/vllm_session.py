@@ -1,0 +1,158 @@
+"""Starts vLLM engines in processes of their own, and asks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from vllm_worker import ANSWER
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+START_S = 240.0
+ANSWER_S = 240.0
+
+OPTIONS: dict[str, object] = {
+    "dtype": "float32",  # only in float32 do tokens not depend on the shape of a batch
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 256 << 20,
+    "enable_prefix_caching": False,
+    "max_model_len": 4096,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    tokens: Sequence[int]
+    salt: str = ""
+    max_tokens: int = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    tokens: list[int]
+    cached: int
+    """Prompt tokens that vLLM didn't compute."""
+    reason: str
+
+
+class Engine:
+    """One vLLM engine, with the connector when `cache` (the content of a cache.yaml) is given."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        cache: Mapping[str, object] | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        transfer: Mapping[str, object] | None = None,
+        settings: Mapping[str, object] | None = None,
+        **options: object,
+    ) -> None:
+        arguments: dict[str, object] = {"model": str(model), **OPTIONS, **options}
+        if cache is not None:
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "LMCacheCoreConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"config": dict(cache), **(settings or {})},
+                **(transfer or {}),
+            }
+        self.log = log
+        with log.open("a") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, str(WORKER), json.dumps(arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                text=True,
+            )
+        try:
+            self._answer(START_S)
+        except BaseException:
+            self._process.kill()
+            self._process.communicate()
+            raise
+
+    def generate(self, *requests: Request) -> list[Answer]:
+        """Answers to requests that are given at once."""
+        asked = [
+            {"tokens": list(request.tokens), "salt": request.salt, "max_tokens": request.max_tokens}
+            for request in requests
+        ]
+        return [Answer(**answer) for answer in self.ask("generate", asked)]
+
+    def ask(self, verb: str, *arguments: object) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([verb, *arguments]) + "\n")
+        self._process.stdin.flush()
+        return self._answer(ANSWER_S)
+
+    def close(self) -> None:
+        """Ends the process as a user would, and waits for it. Idempotent."""
+        if self._process.poll() is None:
+            self._process.communicate(timeout=START_S)
+        assert self._process.returncode == 0, self.log.read_text()[-4000:]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._process.kill()
+            self._process.communicate()
+        else:
+            self.close()
+
+    def _answer(self, timeout_s: float) -> Any:
+        assert self._process.stdout is not None
+        until = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while selector.select(max(0.0, until - time.monotonic())):
+                line = self._process.stdout.readline()
+                if line.startswith(ANSWER):
+                    return json.loads(line.removeprefix(ANSWER))
+                if not line:
+                    break
+        raise AssertionError(f"vLLM gave no answer; its log ends:\n{self.log.read_text()[-6000:]}")
+
+
+def tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    """A prompt that shares no chunk with another seed's."""
+    drawn = random.Random(seed)
+    return [drawn.randrange(3, 128) for _ in range(num_tokens)]
+
+
+def save_llama(folder: Path, *, seed: int = 0) -> Path:
+    """A tiny Llama with random weights, as vLLM reads it."""
+    code = (
+        "import sys; from tiny_models import llama; "
+        "llama(seed=int(sys.argv[2]), hidden_size=128, num_hidden_layers=3).save_pretrained(sys.argv[1])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(WORKER.parent)}
+    subprocess.run(
+        [sys.executable, "-c", code, str(folder), str(seed)], env=environment, check=True, timeout=START_S
+    )
+    return folder

@@ -1,0 +1,107 @@
+"""A process with one vLLM engine, driven by lines of JSON: `python vllm_worker.py OPTIONS` (of LLM)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+ANSWER = "@@answer "
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever vLLM prints goes to the log
+    from faulty_backends import Controls, faulty
+    from vllm import LLM, SamplingParams
+
+    import lmcache_core.engine.engine as engine_module
+
+    controls = Controls()
+    engine_module.discover = lambda: faulty(controls)  # a backend `faulty` beside those installed
+    llm = LLM(**options)
+
+    def generate(requests: list[dict[str, Any]]) -> object:
+        prompts: list[Any] = []
+        sampling = []
+        for request in requests:
+            prompt = {"prompt_token_ids": request["tokens"]}
+            if request["salt"]:
+                prompt["cache_salt"] = request["salt"]
+            prompts.append(prompt)
+            sampling.append(
+                SamplingParams(
+                    temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False
+                )
+            )
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "cached": output.num_cached_tokens,
+                "reason": output.outputs[0].finish_reason,
+            }
+            for output in outputs
+        ]
+
+    def stats() -> object:
+        engine = cache_engine()
+        engine.flush()
+        seen = engine.stats()
+        return {
+            "tiers": {tier.name: {"entries": tier.entries, **tier.counters} for tier in seen.tiers},
+            "leases": seen.memory.leases,
+            "pins": len(engine._chain.pins.active()),
+            "resident_bytes": resident_bytes(),
+        }
+
+    def clear(tier: str) -> object:
+        return cache_engine().clear(search_range=[tier])
+
+    def reset() -> object:
+        return llm.reset_prefix_cache(reset_connector=True)
+
+    def fail_gets(one_in: int) -> None:
+        """From now on one get in so many fails; none, with 0."""
+        turn = itertools.count(1)
+        controls.fail = lambda op, key: op == "get" and one_in > 0 and next(turn) % one_in == 0
+
+    def hang_gets() -> None:
+        controls.hang("get")
+
+    def lose_promises() -> None:
+        """From now on what was promised to vLLM is gone when it is loaded."""
+        retrieve = cache_engine().retrieve
+
+        def empty(content: Any, target: Any, **options: Any) -> Any:
+            return retrieve(content, target, **options, limit=256)
+
+        cache_engine().retrieve = empty
+
+    verbs: dict[str, Callable[..., object]] = {
+        each.__name__: each for each in (generate, stats, clear, reset, fail_gets, hang_gets, lose_promises)
+    }
+    answers.write(ANSWER + json.dumps("ready") + "\n")
+    for line in sys.stdin:
+        verb, *arguments = json.loads(line)
+        answers.write(ANSWER + json.dumps(verbs[verb](*arguments)) + "\n")
+
+
+def cache_engine() -> Any:
+    from lmcache_core.connectors.vllm import rank
+
+    [engine] = rank._engines.values()
+    return engine
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()
