@@ -306,7 +306,12 @@ class Backend(ABC, Generic[C]):
 
     @abstractmethod
     def close(self) -> None:
-        """Wakes running calls, doesn't wait for them, lets go of everything. Idempotent, never raises."""
+        """Wakes running calls, doesn't wait for them, lets go of everything. Idempotent, never raises.
+
+        May be called in a forked child, which shares connections, files and their locks with its parent.
+        There it closes its own descriptors at most: it must not shut a connection down, send anything on
+        it, unlock a file, or wait for a thread or a lock that only the parent has.
+        """
 
     @abstractmethod
     def put_many(self, items: Sequence[Item], call: Call) -> None:
