@@ -82,7 +82,8 @@ class Where:
         if isinstance(error, InvalidResponse):
             return BackendUnavailable(f"{self._server} doesn't speak the Redis protocol: {error}")
         if isinstance(error, BackendError):
-            error.args = (f"{self._server}: {error.args[0]}",)
+            if not str(error.args[0]).startswith(self._server):
+                error.args = (f"{self._server}: {error.args[0]}",)
             return error
         if isinstance(error, TimeoutError | DriverTimeoutError):
             return DeadlineExceeded(f"{self._server} doesn't answer in time")

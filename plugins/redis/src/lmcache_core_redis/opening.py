@@ -43,7 +43,8 @@ def prove_access(link: Link, names: Names, key: StorageKey, offered: Capabilitie
     link.send(commands)
     *needed, scanned = [link.reply() for _ in commands]
     for reply in needed:
-        if isinstance(reply, ServerError) and reply.code != "OOM":  # full is no reason not to read
+        # Full is no reason not to read. It ends a transaction, which then says so of itself, too.
+        if isinstance(reply, ServerError) and reply.code not in ("OOM", "EXECABORT"):
             raise link.where.of_server(reply)
     if isinstance(scanned, ServerError):
         log.warning("%s", link.where.of_server(scanned))

@@ -18,6 +18,8 @@ from lmcache_core_redis.reading import MISS
 from lmcache_core_redis.resp import ServerError
 
 _SWEEP_EVERY_S = 30.0
+"""How soon the end of a pin is seen that another process has set."""
+_MARGIN_S = 0.01
 _NOW = b"local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000) "
 _PIN = _NOW + (
     b"if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end "
@@ -29,7 +31,8 @@ _SWEEP = _NOW + (
     b"local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1000) "
     b"for _, name in ipairs(due) do "
     b"redis.call('PEXPIRE', name, ARGV[1]) redis.call('ZREM', KEYS[1], name) end "
-    b"return #due"
+    b"local following = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '+inf', 'WITHSCORES', 'LIMIT', 0, 1) "
+    b"if following[2] then return math.max(following[2] - now, 0) end return -1"
 )
 EXPIRE_UNLESS_PINNED = (
     b"if redis.call('ZSCORE', KEYS[2], KEYS[1]) then return redis.call('PERSIST', KEYS[1]) end "
@@ -58,6 +61,7 @@ class Pins:
             else:
                 batch.done(index, Outcome(status=Status.OK) if reply == 1 else MISS)
         self.sweep(link)
+        self._look_in(ttl_s)
 
     def sweep(self, link: Link) -> None:
         """Ends the pins that are due, if it is time to look."""
@@ -70,3 +74,11 @@ class Pins:
         reply = link.reply()
         if isinstance(reply, ServerError):
             raise link.where.of_server(reply)
+        if isinstance(reply, int) and reply >= 0:
+            self._look_in(reply / 1000)
+
+    def _look_in(self, delay_s: float) -> None:
+        """Has the next sweep come when a pin is due in `delay_s`."""
+        due = time.monotonic() + delay_s + _MARGIN_S
+        with self._lock:
+            self._sweep_at = min(self._sweep_at, due)
