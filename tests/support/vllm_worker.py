@@ -18,6 +18,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever vLLM prints goes to the log
     from faulty_backends import Controls, faulty
     from vllm import LLM, SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     import lmcache_core.engine.engine as engine_module
 
@@ -70,20 +71,48 @@ def main() -> None:
         turn = itertools.count(1)
         controls.fail = lambda op, key: op == "get" and one_in > 0 and next(turn) % one_in == 0
 
-    def hang_gets() -> None:
-        controls.hang("get")
+    def hang_gets(on: bool) -> None:
+        if on:
+            controls.hang("get")
+        else:
+            controls.let_go("get")
 
-    def lose_promises() -> None:
-        """From now on what was promised to vLLM is gone when it is loaded."""
-        retrieve = cache_engine().retrieve
+    lost = []
 
-        def empty(content: Any, target: Any, **options: Any) -> Any:
-            return retrieve(content, target, **options, limit=256)
+    def lose_promises(on: bool) -> None:
+        """While on, of what was promised to vLLM only the first chunk is there when it is loaded."""
+        engine = cache_engine()
+        if not on:
+            del engine.retrieve
+            return
 
-        cache_engine().retrieve = empty
+        def first_chunk(content: Any, target: Any, **options: Any) -> Any:
+            lost.append(content.num_tokens - engine.model.chunk_tokens)
+            return type(engine).retrieve(engine, content, target, limit=engine.model.chunk_tokens, **options)
+
+        engine.retrieve = first_chunk
+
+    def lost_promises() -> int:
+        return sum(lost)
+
+    preempted = []
+    preempt = Scheduler._preempt_request
+
+    def counted(scheduler: Any, request: Any, *arguments: Any, **options: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(scheduler, request, *arguments, **options)
+
+    Scheduler._preempt_request = counted
+
+    def preemptions() -> int:
+        return len(preempted)
 
     verbs: dict[str, Callable[..., object]] = {
-        each.__name__: each for each in (generate, stats, clear, reset, fail_gets, hang_gets, lose_promises)
+        each.__name__: each
+        for each in (
+            *(generate, stats, clear, reset, preemptions),
+            *(fail_gets, hang_gets, lose_promises, lost_promises),
+        )
     }
     answers.write(ANSWER + json.dumps("ready") + "\n")
     for line in sys.stdin:

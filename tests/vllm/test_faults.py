@@ -1,0 +1,94 @@
+"""Whatever a tier does, and however little memory vLLM has: every request ends, with the right tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_session import Answer, Engine, Request, tokens
+
+SHARED = tokens(1024, seed=7)
+REQUESTS = [
+    Request([*SHARED[: 256 * (i % 5)], *tokens(150 + 61 * i, seed=70 + i)], max_tokens=40) for i in range(12)
+]
+BLOCK_NBYTES = 3 * 2 * 128 * 2 * 32 * 4
+"""Layers x KV heads x tokens x (K and V) x dim x float32."""
+
+
+def said(answers: list[Answer]) -> list[list[int]]:
+    assert all(answer.reason == "length" for answer in answers)
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> list[list[int]]:
+    return [said(plain.generate(request))[0] for request in REQUESTS]
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, log: Path) -> Iterator[Engine]:
+    """Little memory for KV, so that running requests are preempted, and a tier that obeys the test."""
+    cache = {
+        "chunk_tokens": 256,
+        "tiers": [
+            {"name": "cpu", "backend": "cpu", "capacity": "64MiB"},
+            {
+                "name": "far",
+                "backend": "faulty",
+                "capacity": "256MiB",
+                "deadline": "400ms",
+                "breaker": {"failures": 1000},
+            },
+        ],
+    }
+    with Engine(
+        model,
+        log,
+        cache,
+        settings={"prefetch_deadline": "1s"},
+        kv_cache_memory_bytes=26 * BLOCK_NBYTES,
+        max_model_len=2048,
+        enable_prefix_caching=True,
+    ) as engine:
+        yield engine
+
+
+def idle(engine: Engine) -> bool:
+    seen = engine.ask("stats")
+    return (seen["leases"], seen["pins"]) == (0, 0)
+
+
+def test_preempted_requests_answer_as_others(engine: Engine, expected: list[list[int]]) -> None:
+    for _ in range(2):
+        assert said(engine.generate(*REQUESTS)) == expected
+    assert engine.ask("preemptions") > 0, "nothing was preempted: this test needs less KV memory"
+    assert idle(engine)
+
+
+def test_a_tier_that_fails_one_get_in_five(engine: Engine, expected: list[list[int]]) -> None:
+    engine.ask("fail_gets", 5)
+    for _ in range(2):
+        engine.ask("clear", "cpu")
+        assert said(engine.generate(*REQUESTS)) == expected
+    engine.ask("fail_gets", 0)
+    assert idle(engine)
+
+
+def test_what_was_promised_and_is_gone_is_computed(engine: Engine, expected: list[list[int]]) -> None:
+    assert said(engine.generate(*REQUESTS)) == expected
+    engine.ask("lose_promises", True)
+    assert said(engine.generate(*REQUESTS)) == expected
+    assert engine.ask("lost_promises") > 0, "nothing was promised"
+    engine.ask("lose_promises", False)
+    assert said(engine.generate(*REQUESTS)) == expected
+    assert idle(engine)
+
+
+def test_a_tier_that_hangs_costs_no_more_than_its_deadline(engine: Engine, expected: list[list[int]]) -> None:
+    engine.ask("clear", "cpu")
+    engine.ask("hang_gets", True)
+    assert said(engine.generate(*REQUESTS)) == expected
+    engine.ask("hang_gets", False)
+    assert said(engine.generate(*REQUESTS)) == expected
+    assert idle(engine)
