@@ -111,6 +111,7 @@ def another_password(site: Site) -> Iterator[None]:
 
 @contextmanager
 def no_user_of_that_name(site: Site) -> Iterator[None]:
+    _end_connections(site)
     site.nodes[0].execute_command("ACL", "DELUSER", TIER)
     try:
         yield
@@ -122,7 +123,7 @@ def no_user_of_that_name(site: Site) -> Iterator[None]:
 def no_connection_to_spare(site: Site) -> Iterator[None]:
     node = site.nodes[0]
     node.ping()
-    node.execute_command("CLIENT", "KILL", "USER", TIER)
+    _end_connections(site)
     node.config_set("maxclients", 1)
     try:
         yield
@@ -168,7 +169,13 @@ def _save(site: Site, due: str) -> None:
 
 def _set_user(site: Site, *rules: str) -> None:
     site.nodes[0].execute_command("ACL", "SETUSER", TIER, *rules)
+    _end_connections(site)
+
+
+def _end_connections(site: Site) -> None:
+    """Ends those of the tier, and returns when it can know."""
     site.nodes[0].execute_command("CLIENT", "KILL", "USER", TIER)
+    wait_until(lambda: not site.proxy.num_links, SOON_S)
 
 
 def _answer(node: redis.Redis) -> str:

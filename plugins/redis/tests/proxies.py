@@ -32,6 +32,11 @@ class Proxy:
     def num_requests(self) -> int:
         return int(self._ask("requests"))
 
+    @property
+    def num_links(self) -> int:
+        """How many connections neither side has ended."""
+        return int(self._ask("links"))
+
     @contextmanager
     def faulty(self, fault: str) -> Iterator[None]:
         """While inside, every connection has this fault: one that `proxy.py` knows by name."""

@@ -3,8 +3,8 @@
     python proxy.py TARGET_PORT [TARGET_PORT ...]
 
 Listens on one free port for each target and prints them in one line. Then it answers each line of its
-input with one: `fault NAME` (none: `fault -`) with `done`, `requests` with how many were sent so far. It
-ends with its input.
+input with one: `fault NAME` (none: `fault -`) with `done`, `requests` with how many were sent so far,
+`links` with how many connections neither side has ended. It ends with its input.
 
 A request is what a client sends on a connection after an answer, or at first. While connections are cut
 in the middle of a value, each carries one request at most. Bytes are only counted, so TLS may be inside.
@@ -48,6 +48,10 @@ class Medium:
         for link in links:
             link.reset()
 
+    def num_links(self) -> int:
+        with self.changed:
+            return sum(not link.num_ended for link in self.links)
+
     def hold_while(self, *faults: str) -> None:
         with self.changed:
             self.changed.wait_for(lambda: self.fault not in faults)
@@ -62,7 +66,7 @@ class Link:
         self._client = client
         self._server = socket.create_connection(("127.0.0.1", target))
         self._answered = True
-        self._num_ended = 0
+        self.num_ended = 0
         self._is_reset = False
         for end in (self._client, self._server):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -151,8 +155,8 @@ class Link:
 
     def _ended(self) -> None:
         with self._medium.changed:
-            self._num_ended += 1
-            if self._num_ended < 2:
+            self.num_ended += 1
+            if self.num_ended < 2:
                 return
             self._medium.links.discard(self)
         self._client.close()
@@ -195,8 +199,8 @@ def main(targets: list[int]) -> None:
     print(*(listener.port for listener in listeners), flush=True)
     for line in sys.stdin:
         command, _, name = line.strip().partition(" ")
-        if command == "requests":
-            print(medium.num_requests, flush=True)
+        if command in ("requests", "links"):
+            print(medium.num_requests if command == "requests" else medium.num_links(), flush=True)
             continue
         fault, before = name.removeprefix("-"), medium.fault
         if fault == "killed":

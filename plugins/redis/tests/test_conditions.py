@@ -76,6 +76,15 @@ def test_a_value_of_several_pieces_is_refused_whole(site: Site, condition: Condi
         assert all(0 < site.nodes[0].ttl(name) <= 3600 for name in left)
 
 
+def test_a_full_server_is_opened_and_read(site: Site) -> None:
+    options = site.options(fresh_namespace())
+    with tier_on(options) as tier:
+        assert tier.put("before").status is Status.OK
+    with site.full(), tier_on(options) as tier:
+        assert tier.holds("before")
+        assert tier.put("value").status is Status.FULL
+
+
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
