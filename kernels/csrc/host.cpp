@@ -1,6 +1,7 @@
 // Gather and scatter on the host: the checks, the runs of tokens that lie in a row, and the threads.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -18,16 +19,30 @@ constexpr int64_t kThreadNbytes = 4 << 20;
 
 constexpr int64_t kBufferNbytes = 80;  // sizeof(Py_buffer)
 
-const Instructions &instructions() {
 #ifdef LMCK_X86
-  static const Instructions &chosen = __builtin_cpu_supports("avx512f")  ? kAvx512
-                                      : __builtin_cpu_supports("avx2") ? kAvx2
-                                                                       : kBaseline;
-  return chosen;
+constexpr const Instructions *kAll[] = {&kBaseline, &kAvx2, &kAvx512};
 #else
-  return kBaseline;
+constexpr const Instructions *kAll[] = {&kBaseline};
 #endif
+
+bool runs_here(const Instructions *set) {
+#ifdef LMCK_X86
+  if (set == &kAvx512) return __builtin_cpu_supports("avx512f");
+  if (set == &kAvx2) return __builtin_cpu_supports("avx2");
+#endif
+  return set == &kBaseline;
 }
+
+std::atomic<const Instructions *> &chosen() {
+  static std::atomic<const Instructions *> set{[] {
+    const Instructions *best = &kBaseline;
+    for (const Instructions *set : kAll) best = runs_here(set) ? set : best;
+    return best;
+  }()};
+  return set;
+}
+
+const Instructions &instructions() { return *chosen().load(std::memory_order_relaxed); }
 
 int32_t report(lmck_fault *fault, int32_t status, int64_t frame, int64_t place, int64_t value) {
   if (fault != nullptr) *fault = lmck_fault{frame, place, value};
@@ -191,9 +206,7 @@ int32_t move(const lmck_layout *layout, const lmck_frame *frames, int64_t num_fr
              lmck_fault *fault) try {
   if (!is_sound(*layout) || num_frames < 0) return LMCK_BAD_SHAPE;
   for (int64_t f = 0; f < num_frames; ++f) {
-    if (frames[f].num_tokens < 1 || (frames[f].slots != nullptr && frames[f].slot_nbytes != 4 && frames[f].slot_nbytes != 8)) {
-      return LMCK_BAD_SHAPE;
-    }
+    if (!is_sound(frames[f])) return LMCK_BAD_SHAPE;
   }
   if (const int32_t status = check_slots(*layout, frames, num_frames, !gather, fault)) return status;
   if (const int32_t status = check_overlap(*layout, frames, num_frames, gather, fault)) return status;
@@ -244,7 +257,7 @@ int64_t twin(const lmck_layout &layout, const lmck_frame &frame) {
 
 template <bool kGather>
 int32_t twin_of_widest_word(const lmck_layout *layout, const lmck_frame *frame, int64_t *num_bad_slots) {
-  if (!is_sound(*layout) || frame->num_tokens < 1) return LMCK_BAD_SHAPE;
+  if (!is_sound(*layout) || !is_sound(*frame)) return LMCK_BAD_SHAPE;
   switch (word_nbytes(*layout, *frame)) {
     case 16: *num_bad_slots = twin<Word16, kGather>(*layout, *frame); break;
     case 8: *num_bad_slots = twin<uint64_t, kGather>(*layout, *frame); break;
@@ -263,6 +276,16 @@ extern "C" {
 int32_t lmck_abi(void) { return LMCK_ABI; }
 
 const char *lmck_instructions(void) { return lmck::instructions().name; }
+
+int32_t lmck_use_instructions(const char *name) {
+  for (const lmck::Instructions *set : lmck::kAll) {
+    if (std::strcmp(set->name, name) == 0 && lmck::runs_here(set)) {
+      lmck::chosen().store(set, std::memory_order_relaxed);
+      return 1;
+    }
+  }
+  return 0;
+}
 
 int32_t lmck_gather(const lmck_layout *layout, const lmck_frame *frames, int64_t num_frames, int32_t num_threads,
                     lmck_fault *fault) {

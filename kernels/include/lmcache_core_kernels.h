@@ -57,6 +57,8 @@ typedef struct lmck_fault {
 LMCK_EXPORT int32_t lmck_abi(void);
 /* The instruction set that the running processor is served with: "avx512", "avx2" or "baseline". */
 LMCK_EXPORT const char *lmck_instructions(void);
+/* Serves with another set from now on; 0 where the processor or the build lacks it. For tests and comparisons. */
+LMCK_EXPORT int32_t lmck_use_instructions(const char *name);
 
 LMCK_EXPORT int32_t lmck_gather(const lmck_layout *layout, const lmck_frame *frames, int64_t num_frames,
                                 int32_t num_threads, lmck_fault *fault);
@@ -76,6 +78,18 @@ LMCK_EXPORT void lmck_release_buffers(void (*release)(void *), char *buffers, in
 
 /* XXH3-64 of the little-endian XXH3-64s of 4 KiB pages; nbytes is a multiple of 4096. */
 LMCK_EXPORT uint64_t lmck_checksum(const void *memory, int64_t nbytes);
+
+/* The CUDA library. Planes, segments and slots are addresses that the current device can use (segments may be pinned
+ * host memory); the arrays that hold planes, frames and segments are the host's, and free again on return. Copies run
+ * in order on `stream`. Slots can't be checked on the host: those out of bounds are skipped, and counted in the uint64
+ * at num_bad_slots on the device, unless that is 0. */
+LMCK_EXPORT const char *lmck_device_built_for(void);
+LMCK_EXPORT const char *lmck_device_error(int32_t error);
+LMCK_EXPORT int32_t lmck_device_count(void);
+LMCK_EXPORT int32_t lmck_device_gather(const lmck_layout *layout, const lmck_frame *frames, int64_t num_frames,
+                                       void *stream, uint64_t num_bad_slots, lmck_fault *fault);
+LMCK_EXPORT int32_t lmck_device_scatter(const lmck_layout *layout, const lmck_frame *frames, int64_t num_frames,
+                                        void *stream, uint64_t num_bad_slots, lmck_fault *fault);
 
 #ifdef __cplusplus
 }

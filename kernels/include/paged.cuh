@@ -84,4 +84,8 @@ inline bool is_sound(const lmck_layout &layout) {
          layout.num_slots > 0 && layout.block_slots > 0 && layout.row_nbytes > 0;
 }
 
+inline bool is_sound(const lmck_frame &frame) {
+  return frame.num_tokens > 0 && (frame.slots == nullptr || frame.slot_nbytes == 4 || frame.slot_nbytes == 8);
+}
+
 }  // namespace lmck

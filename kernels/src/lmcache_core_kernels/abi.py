@@ -69,7 +69,7 @@ def host_library() -> ctypes.CDLL:
     Raises:
         OSError: the library is missing, doesn't load, or has another ABI than this package.
     """
-    return _load("lmcache_core_kernels", _declare_host)
+    return _load("lmcache_core_kernels", declare_host)
 
 
 def device_library() -> ctypes.CDLL | None:
@@ -80,7 +80,7 @@ def device_library() -> ctypes.CDLL | None:
     """
     if not _path("lmcache_core_kernels_cuda").exists():
         return None
-    return _load("lmcache_core_kernels_cuda", _declare_device)
+    return _load("lmcache_core_kernels_cuda", declare_device)
 
 
 def _path(name: str) -> Path:
@@ -121,7 +121,7 @@ def _load(name: str, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
         return _loaded[name]
 
 
-def _declare_host(library: ctypes.CDLL) -> None:
+def declare_host(library: ctypes.CDLL) -> None:
     layout, frame, fault = ctypes.POINTER(Layout), ctypes.POINTER(Frame), ctypes.POINTER(Fault)
     for move in (library.lmck_gather, library.lmck_scatter):
         move.argtypes = [layout, frame, ctypes.c_int64, ctypes.c_int32, fault]
@@ -130,7 +130,12 @@ def _declare_host(library: ctypes.CDLL) -> None:
     library.lmck_checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.lmck_checksum.restype = ctypes.c_uint64
     library.lmck_instructions.restype = ctypes.c_char_p
+    library.lmck_use_instructions.argtypes = [ctypes.c_char_p]
 
 
-def _declare_device(library: ctypes.CDLL) -> None:
+def declare_device(library: ctypes.CDLL) -> None:
     library.lmck_device_built_for.restype = ctypes.c_char_p
+    library.lmck_device_error.restype = ctypes.c_char_p
+    layout, frame, fault = ctypes.POINTER(Layout), ctypes.POINTER(Frame), ctypes.POINTER(Fault)
+    for move in (library.lmck_device_gather, library.lmck_device_scatter):
+        move.argtypes = [layout, frame, ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64, fault]
