@@ -15,18 +15,19 @@ from click.testing import CliRunner
 
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
-from lmcache_core_conformance import command, describe, encode
+from lmcache_core_conformance import Verdict, command, describe, encode
 from lmcache_core_conformance.html import headline
 from lmcache_core_conformance.report import ReportDocument, parse
 from lmcache_core_conformance.runner import Interrupted, Result, run
 
 PROGRAM = """
 import contextlib, signal, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from conformance_backends.files import FileBackend
 from conformance_backends.harness import SmallHarness
 from lmcache_core.registry import BackendSpec, Registry
-from lmcache_core_conformance import command, describe, encode
+from lmcache_core_conformance import Verdict, command, describe, encode
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner may have it ignored
 
@@ -34,6 +35,16 @@ class Stuck(FileBackend):
     def stat_many(self, keys, call):
         print("inside", flush=True)
         threading.Event().wait()
+
+class Kept(FileBackend):
+    def stat_many(self, keys, call):
+        ThreadPoolExecutor().submit(threading.Event().wait).result()
+
+class KeptHarness(SmallHarness):
+    limit_s = 0.5
+
+    def __init__(self):
+        super().__init__(Kept)
 
 class StuckHarness(SmallHarness):
     limit_s = 60.0
@@ -63,7 +74,7 @@ if __name__ == "__main__":
     import program
 
     registry = Registry()
-    for backend in (FileBackend, program.Stuck):
+    for backend in (FileBackend, program.Stuck, program.Kept):
         name = backend.__name__.lower()
         registry.add(BackendSpec(name, f"{backend.__module__}:{backend.__name__}", (1, 0)), backend)
     command.discover = lambda: registry
@@ -84,12 +95,12 @@ class Ended:
     page: str
 
 
-def interrupted(tmp_path: Path, number: signal.Signals, *arguments: str) -> Ended:
-    """Runs the command until it is inside the backend or hook that waits, and sends the signal."""
+def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The command with these arguments, in a directory with the report of an earlier run."""
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "stores").mkdir()
     (tmp_path / "out.json").write_text("of an earlier run")
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "program.py", "run", *arguments, *_FILES],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -97,6 +108,22 @@ def interrupted(tmp_path: Path, number: signal.Signals, *arguments: str) -> Ende
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def end_of(process: subprocess.Popen[str]) -> str:
+    """What it tells until its end, which comes by itself."""
+    try:
+        told, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return told
+
+
+def interrupted(tmp_path: Path, number: signal.Signals, *arguments: str) -> Ended:
+    """Runs the command until it is inside the backend or hook that waits, and sends the signal."""
+    process = start(tmp_path, *arguments)
     assert process.stdout is not None
     told = ""
     for line in process.stdout:
@@ -104,9 +131,9 @@ def interrupted(tmp_path: Path, number: signal.Signals, *arguments: str) -> Ende
         if line == "inside\n":
             break
     process.send_signal(number)
-    rest, _ = process.communicate(timeout=60)
+    told += end_of(process)
     report = parse((tmp_path / "out.json").read_bytes())
-    return Ended(process.returncode, told + rest, report, (tmp_path / "out.html").read_text())
+    return Ended(process.returncode, told, report, (tmp_path / "out.html").read_text())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -132,6 +159,17 @@ def test_a_backend_that_never_returns_does_not_keep_an_interrupted_run_from_endi
     assert ended.code == 143, ended.told
     assert list((tmp_path / "stores").iterdir()) == []
     assert ended.report.interrupted
+
+
+def test_threads_that_never_end_do_not_keep_the_command_from_ending(tmp_path: Path) -> None:
+    process = start(
+        tmp_path, "--backend", "kept", "--group", "round-trip", "--harness", "program:KeptHarness"
+    )
+    told = end_of(process)
+    assert process.returncode == 1, told
+    assert "still running after 0.5 s" in told
+    assert parse((tmp_path / "out.json").read_bytes()).of(Verdict.FAILED)
+    assert list((tmp_path / "stores").iterdir()) == []
 
 
 def test_a_program_gets_what_was_run_before_it_was_interrupted() -> None:

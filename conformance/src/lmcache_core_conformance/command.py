@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import click
@@ -25,6 +22,7 @@ from lmcache_core_conformance.deviations import deviations_of
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.html import render
 from lmcache_core_conformance.output import Output, OutputError
+from lmcache_core_conformance.process import code_of, not_kept_by_threads, terminable
 from lmcache_core_conformance.redaction import Redactor
 from lmcache_core_conformance.report import (
     ReportDocument,
@@ -122,19 +120,20 @@ def run_command(
     harness.enforce_performance = enforce_performance or harness.enforce_performance
     # The suite makes faults happen: what a backend logs about them is no news, and drowns the verdicts.
     logging.getLogger().addHandler(logging.NullHandler())
-    for output in outputs:
-        _or_cannot_run(output.remove)
-    try:
-        with _terminable():
-            report, code = _certify(harness, name, groups)
-            if outputs:
-                document = describe(report, harness, name=name)
-                for output in outputs:
-                    _or_cannot_run(partial(output.write, document))
-    except KeyboardInterrupt as error:
-        click.echo("interrupted: nothing is reported")
-        context.exit(_code_of(error))
-    context.exit(code or int(report.failed or (strict and bool(report.of(Verdict.UNPROVEN)))))
+    with not_kept_by_threads():
+        for output in outputs:
+            _or_cannot_run(output.remove)
+        try:
+            with terminable():
+                report, code = _certify(harness, name, groups)
+                if outputs:
+                    document = describe(report, harness, name=name)
+                    for output in outputs:
+                        _or_cannot_run(partial(output.write, document))
+        except KeyboardInterrupt as error:
+            click.echo("interrupted: nothing is reported")
+            context.exit(code_of(error))
+        context.exit(code or int(report.failed or (strict and bool(report.of(Verdict.UNPROVEN)))))
 
 
 @conformance.command("compare")
@@ -195,29 +194,6 @@ def _outputs(report_file: Path | None, html_file: Path | None) -> list[Output]:
     return outputs
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM: ends the run as Ctrl-C does."""
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """While inside, SIGTERM raises `_Terminated`, so that nothing is left behind."""
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _code_of(error: BaseException | None) -> int:
-    """What the shell expects of a process that a signal ended."""
-    return 128 + (signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT)
-
-
 def _certify(harness: Harness, name: str, groups: Collection[str]) -> tuple[Report, int]:
     """Runs and shows the properties. The exit code is 0 unless the run was interrupted.
 
@@ -235,7 +211,7 @@ def _certify(harness: Harness, name: str, groups: Collection[str]) -> tuple[Repo
     try:
         report = run(harness, groups=groups or None, on_result=show)
     except Interrupted as error:
-        report, code = error.report, _code_of(error.__cause__)
+        report, code = error.report, code_of(error.__cause__)
     _summarise(console, name, report)
     return report, code
 
