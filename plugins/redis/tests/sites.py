@@ -14,7 +14,7 @@ from typing import Any
 import redis
 
 from .proxies import Proxy
-from .servers import Server, free_ports
+from .servers import ADMIN, ADMIN_PASSWORD, Server, free_ports
 from .users import RULE, TIER, TIER_PASSWORD, USERS, Certificates, make_certificates
 
 NUM_SLOTS = 16384
@@ -149,6 +149,7 @@ class ClusterSite(Site):
     """Three masters, each with a third of the slots; they announce the proxy's ports to clients."""
 
     def __init__(self, binary: str, settings: Mapping[str, object] | None = None) -> None:
+        self._moved: dict[int, int] = {}
         super().__init__(binary, settings)
         ports = [server.port for server in self.servers]
         for number, node in enumerate(self.nodes):
@@ -187,7 +188,25 @@ class ClusterSite(Site):
 
     def node_of(self, key: str) -> int:
         slot = slot_of(key)
-        return next(n for n in range(NODES) if slot < NUM_SLOTS * (n + 1) // NODES)
+        at_first = next(n for n in range(NODES) if slot < NUM_SLOTS * (n + 1) // NODES)
+        return self._moved.get(slot, at_first)
+
+    @contextmanager
+    def moving(self, key: str, to: int) -> Iterator[None]:
+        """Inside, the slot of `key` is on its way to node `to`, with what was in it there already."""
+        slot, source, target = slot_of(key), self.nodes[self.node_of(key)], self.nodes[to]
+        ids = [node.execute_command("CLUSTER", "MYID") for node in (source, target)]
+        target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+        names = source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000)
+        if names:
+            auth = ("AUTH2", ADMIN, ADMIN_PASSWORD)
+            port = self.servers[to].port
+            source.execute_command("MIGRATE", "127.0.0.1", port, "", 0, 5000, *auth, "KEYS", *names)
+        yield
+        self._moved[slot] = to
+        for node in (target, source, *self.nodes):
+            node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
 
     def wait_until_serving(self) -> None:
         def serves(node: redis.Redis) -> bool:
