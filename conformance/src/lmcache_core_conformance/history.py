@@ -21,6 +21,8 @@ class Kind(Enum):
     """Puts `version`; ABSENT deletes a value that was there."""
     READ = "read"
     """Saw `version` (ABSENT: a miss)."""
+    PRESENT = "present"
+    """Saw that some version was there, without seeing which."""
     MAYBE = "maybe"
     """A write whose effect is unknown: at any time after its start, or never."""
 
@@ -89,6 +91,9 @@ def _next_states(history: list[Operation], done: int, version: Version) -> Itera
             return
         if operation.kind is Kind.READ:
             if operation.version == version:
+                yield done | 1 << n, version
+        elif operation.kind is Kind.PRESENT:
+            if version != ABSENT:
                 yield done | 1 << n, version
         elif operation.kind is Kind.MAYBE or operation.version != ABSENT or version != ABSENT:
             yield done | 1 << n, operation.version

@@ -19,7 +19,7 @@ T = TypeVar("T")
 PAGE = 4096
 
 
-@breaks("an_expired_call_changes_nothing")
+@breaks("an_expired_call_changes_nothing", also=("a_batch_cancelled_before_it_starts_changes_nothing",))
 class NeverLooksAtTheClock(MemoryBackend):
     def each(self, things: Sequence[T], call: Call, one: Callable[[T], Outcome]) -> None:
         for index, thing in enumerate(things):

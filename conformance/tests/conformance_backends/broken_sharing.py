@@ -60,7 +60,7 @@ class EncryptsInPlace(MemoryBackend):
 
 @breaks(
     "changing_the_source_after_a_put_changes_nothing",
-    also=("a_put_keeps_no_view", *THROUGH_THE_CORE),
+    also=("memory_is_let_go_of_when_its_item_is_settled", "a_put_keeps_no_view", *THROUGH_THE_CORE),
 )
 class RefersToTheSource(MemoryBackend):
     def gather(self, views: Sequence[View]) -> bytes:
@@ -69,7 +69,10 @@ class RefersToTheSource(MemoryBackend):
         return super().gather(views)
 
 
-@breaks("nothing_is_written_after_a_get_is_settled", also=("a_get_keeps_no_view", *THROUGH_THE_CORE, *RACES))
+@breaks(
+    "nothing_is_written_after_a_get_is_settled",
+    also=("memory_is_let_go_of_when_its_item_is_settled", "a_get_keeps_no_view", *THROUGH_THE_CORE, *RACES),
+)
 class LandsLate(MemoryBackend):
     """Each get also writes into the memory of the one before."""
 
@@ -101,6 +104,7 @@ class CachesTheMemoryOfTheReader(MemoryBackend):
 @breaks(
     "leases_and_holds_return_to_zero",
     also=(
+        "calls_that_end_badly_leave_nothing_behind",
         "all_memory_is_back_after_a_workload_through_the_core",
         "a_full_medium_is_full_and_loses_nothing",
     ),

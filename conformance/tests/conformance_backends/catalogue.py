@@ -16,6 +16,24 @@ RACES = (
     "racing_calls_on_one_key_have_an_order_that_explains_them",
     "writers_of_different_keys_do_not_disturb_each_other",
     "a_call_held_up_at_any_line_does_not_spoil_another",
+    "a_value_that_grows_during_a_get_stays_inside_the_views",
+    "batches_that_overlap_neither_mix_nor_wait_for_each_other",
+    "scans_and_stats_beside_a_writer_tell_what_is_there",
+)
+RANGES = (
+    "a_range_is_exactly_the_bytes_asked_for",
+    "a_range_is_of_the_newest_copy",
+    "a_range_may_cross_any_boundary_of_the_medium",
+    "a_range_past_the_end_is_never_ok",
+    "a_range_touches_nothing_outside_its_views",
+    "ranges_in_pieces_mix_with_whole_values_in_a_batch",
+)
+FILLING = (
+    "a_full_store_says_so_and_keeps_what_it_has",
+    "an_overwrite_that_does_not_fit_keeps_the_old_value",
+    "deleting_makes_room_again",
+    "refused_puts_cost_no_room",
+    "what_is_charged_explains_that_the_store_is_full",
 )
 DAMAGE = (
     "a_flipped_bit_is_never_served",

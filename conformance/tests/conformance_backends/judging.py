@@ -9,6 +9,7 @@ from conformance_backends import (  # noqa: F401 (they fill the catalogue)
     broken_core,
     broken_corruption,
     broken_network,
+    broken_overlap,
     broken_performance,
     broken_sharing,
     broken_values,
@@ -20,9 +21,18 @@ from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 from conformance_backends.network import NetworkBackend
 from conformance_backends.resident import ResidentBackend
+from conformance_backends.retaining_files import EvictingFiles, PinningFiles
 from lmcache_core_conformance import PROPERTIES, Report, Verdict, run
 
-CORRECT = (MemoryBackend, FileBackend, ResidentBackend, NetworkBackend, AsynchronousBackend)
+CORRECT = (
+    MemoryBackend,
+    FileBackend,
+    ResidentBackend,
+    NetworkBackend,
+    AsynchronousBackend,
+    PinningFiles,
+    EvictingFiles,
+)
 _FIGURES_ONLY = "performance"
 
 

@@ -172,7 +172,11 @@ class CopiesWhatItLends(ResidentBackend):
 
 @breaks(
     "adopting_again_replaces_the_value_and_drops_its_hold",
-    also=("leases_and_holds_return_to_zero", "discarding_removes_exactly_the_hold_that_is_meant"),
+    also=(
+        "adopting_borrowing_and_discarding_may_overlap",
+        "leases_and_holds_return_to_zero",
+        "discarding_removes_exactly_the_hold_that_is_meant",
+    ),
 )
 class KeepsReplacedHolds(ResidentBackend):
     def __init__(self, config: ResidentConfig) -> None:
@@ -183,13 +187,22 @@ class KeepsReplacedHolds(ResidentBackend):
         self.old.append(hold)
 
 
-@breaks("borrowing_what_is_absent_is_a_miss", also=("a_refused_adoption_leaves_the_hold_with_its_caller",))
+@breaks(
+    "borrowing_what_is_absent_is_a_miss",
+    also=(
+        "adopting_borrowing_and_discarding_may_overlap",
+        "a_refused_adoption_leaves_the_hold_with_its_caller",
+    ),
+)
 class RaisesWhenAbsent(ResidentBackend):
     def borrow(self, key: StorageKey) -> Lease | None:
         return self.holds[key].lease("resident")
 
 
-@breaks("discarding_removes_exactly_the_hold_that_is_meant")
+@breaks(
+    "discarding_removes_exactly_the_hold_that_is_meant",
+    also=("adopting_borrowing_and_discarding_may_overlap",),
+)
 class DiscardsWhateverIsThere(ResidentBackend):
     def discard(self, key: StorageKey, hold: Hold) -> bool:
         current = self.holds.pop(key, None)

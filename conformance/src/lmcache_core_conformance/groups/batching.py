@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import Status
-from lmcache_core_conformance.driver import RecordingCall, Store, Want
+from lmcache_core.storage.contract import Call, Item, Outcome, Status
+from lmcache_core_conformance.driver import Buffer, RecordingCall, Store, Want
 from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.timing import Running
 from lmcache_core_conformance.values import PAGE, key_named, value_of
-from lmcache_core_conformance.verdicts import check
+from lmcache_core_conformance.verdicts import NotApplicable, check
 
 _ALLOWED = {
     "put": {Status.OK, Status.FULL, Status.FAILED},
@@ -49,7 +51,7 @@ class Batching(Group):
                 check(stats[place].status is Status.MISS, f"stat item {place}: {stats[place].status.name}")
 
     def test_a_key_may_occur_twice_in_a_batch(self) -> None:
-        """Two requests share a prefix: both items must be served, and one whole value must win a put."""
+        """Two requests share a prefix: every item is served, and one whole value wins a put."""
         store, key = self.bench.open(), key_named("twice")
         versions = [value_of(key, version, self.bench.fit(3)) for version in (1, 2)]
         outcomes = store.put_many([(key, value) for value in versions][: self._batch(2)])
@@ -61,6 +63,14 @@ class Batching(Group):
         check(got[0].value in versions, "a key put twice in a batch is neither of its values")
         for reading in got:
             self.check_value(reading, got[0].value, "a key asked for twice in a batch")
+        keys = [key] * self._batch(2)
+        stats = [outcome.status.name for outcome in store.stat_many(keys)]
+        check(set(stats) == {"OK"}, f"stat of one key twice: {stats}")
+        if self.bench.capabilities.delete:
+            deleted = [outcome.status for outcome in store.delete_many(keys)]
+            allowed = {Status.OK, Status.MISS}
+            due = Status.OK in deleted and set(deleted) <= allowed
+            check(due, f"delete of one key twice: {[status.name for status in deleted]}")
 
     def test_an_empty_batch_returns_at_once(self) -> None:
         """A batch that cancellation emptied must not raise, wait or settle anything."""
@@ -77,6 +87,45 @@ class Batching(Group):
             call = store.calls[-1]
             check(call.raised is None, f"{name} of nothing raised {call.raised!r}")
             check(not call.out_of_range, f"{name} of nothing settled items {call.out_of_range}")
+
+    def test_a_batch_cancelled_before_it_starts_changes_nothing(self) -> None:
+        """The engine has given the request up: its work takes the place of work that somebody waits for."""
+        store, (key, value) = self.bench.open(), self.some_values(1)[0]
+        self.put(store, key, value)
+        absent, buffer = key_named("cancelled"), Buffer([len(value)], content=value)
+        methods = {"put_many": lambda call: store.backend.put_many([Item(absent, buffer.views())], call)}
+        if self.bench.capabilities.delete:
+            methods["delete_many"] = lambda call: store.backend.delete_many([key], call)
+        for name, method in methods.items():
+            store.call(1, partial(_cancelled, method))
+            status = store.calls[-1].outcomes[0].status
+            check(status is Status.FAILED, f"{name} of a cancelled batch: {status.name}, due is FAILED")
+        stat = store.stat(absent).status
+        check(stat is Status.MISS, f"stat of a key whose put was cancelled: {stat.name}")
+        self.holds(store, key, value, "a value whose deletion was cancelled")
+
+    @needs("max_in_flight")
+    def test_an_item_that_is_settled_is_there(self) -> None:
+        """Settled is used at once: a value announced before it is stored is a hit that misses."""
+        if self.bench.capabilities.asynchronous:
+            raise NotApplicable("capability asynchronous is True: its completion thread can't be held up")
+        store, values = self.bench.open(), self.some_values(self._batch(3))
+        seen: list[Status] = []
+
+        def look(index: int, outcome: Outcome) -> None:
+            key, value = values[index]
+            store.on_settled = None
+            reading = Running(lambda: store.get(key, len(value)).status)
+            if reading.ended.wait(self.bench.harness.meeting_s):  # else it waits for the put, and sees no gap
+                seen.append(reading.result())
+                store.on_settled = look
+
+        for _ in range(2):  # new values, then values that replace
+            store.on_settled = look
+            self._put_all(store, values)
+            store.on_settled = None
+        missing = [status.name for status in seen if status is not Status.OK]
+        check(not missing, f"at the moment when a put is settled OK, get gives {missing}")
 
     @needs("max_batch")
     def test_a_batch_of_the_declared_maximum_is_taken_by_every_operation(self) -> None:
@@ -164,3 +213,9 @@ class Batching(Group):
 
     def _batch(self, count: int) -> int:
         return min(count, self.bench.capabilities.max_batch or count)
+
+
+def _cancelled(method: Callable[[Call], None], call: Call) -> None:
+    if isinstance(call, RecordingCall):
+        call.cancelled = True
+    method(call)

@@ -7,15 +7,18 @@ import itertools
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 
-from lmcache_core.storage.contract import Outcome, Status
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import Item, Outcome, Status
 from lmcache_core_conformance.bench import spread
-from lmcache_core_conformance.driver import Got, Store
+from lmcache_core_conformance.driver import Buffer, Got, Store, Want
 from lmcache_core_conformance.history import ABSENT, History, Kind, Version, is_linearizable
 from lmcache_core_conformance.preemption import interrupt
 from lmcache_core_conformance.properties import Group, needs
-from lmcache_core_conformance.values import difference, key_named, value_of
-from lmcache_core_conformance.verdicts import Violation, check
+from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
+from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
+from lmcache_core_conformance.watch import rounds
 
 _MAX_THREADS = 4
 _OPERATIONS_A_HISTORY = 40
@@ -31,7 +34,7 @@ class Concurrency(Group):
 
         def writer(name: int) -> Callable[[], None]:
             def write() -> None:
-                for n in range(self.bench.harness.rounds // 4 + 1):
+                for n in rounds(range(self.bench.harness.rounds // 4 + 1)):
                     key = key_named(f"writer-{name}-{n % 3}")
                     value = value_of(key, n, self.bench.fit(1 + n % 4))
                     self.put(store, key, value)
@@ -54,7 +57,7 @@ class Concurrency(Group):
             try:
                 for reader in under_way:
                     reader.wait()
-                for n in range(1, self.bench.harness.rounds // 4 + 2):
+                for n in rounds(range(1, self.bench.harness.rounds // 4 + 2)):
                     if not writing[0]:
                         break
                     self.put(store, key, values[n % len(values)])
@@ -85,23 +88,22 @@ class Concurrency(Group):
     @needs("max_in_flight")
     def test_a_call_held_up_at_any_line_does_not_spoil_another(self) -> None:
         """Between any two lines another thread may get its turn: a miss or a mixture there is a real one."""
-        store, number = self.bench.open(), 0
+        store = self.bench.open()
         names = ("put", "get", "delete") if self.bench.capabilities.delete else ("put", "get")
-        for first in names:
-            for second in (*names, "put beside"):
-                number += 1
-                uncut = _Register(store, f"uncut-{number}", self.bench.fit(2))
-                total = uncut.interrupted(first, 0, second)
-                for line in spread(total, self.bench.harness.interruptions):
-                    register = _Register(store, f"held-up-{number}-{line}", self.bench.fit(2))
-                    register.interrupted(first, line, second)
+        pairs = [*itertools.product(names, (*names, "put beside")), ("first put", "stat and get")]
+        for number, (first, second) in enumerate(pairs):
+            uncut = _Register(store, f"uncut-{number}", self.bench.fit(2))
+            total = uncut.interrupted(first, 0, second)
+            for line in rounds(spread(total, self.bench.harness.interruptions)):
+                register = _Register(store, f"held-up-{number}-{line}", self.bench.fit(2))
+                register.interrupted(first, line, second)
 
     @needs("max_in_flight")
     def test_racing_calls_on_one_key_have_an_order_that_explains_them(self) -> None:
         """A read that goes back in time (stale cache, lost delete) shows in no single call: record all."""
         store = self.bench.open()
         per_thread = max(_OPERATIONS_A_HISTORY // self._threads(), 3)
-        for number in range(max(self.bench.harness.rounds // 10, 1)):
+        for number in rounds(range(max(self.bench.harness.rounds // 10, 1))):
             register = _Register(store, f"race-{number}", self.bench.fit(2))
             workers = [
                 register.worker(random.Random(number * 10 + n), per_thread)  # noqa: S311
@@ -109,6 +111,70 @@ class Concurrency(Group):
             ]
             self.bench.race(store, *workers, seed=number)
             register.check()
+
+    @needs("max_in_flight")
+    def test_batches_that_overlap_neither_mix_nor_wait_for_each_other(self) -> None:
+        """Two requests share chunks and name them in any order: each batch ends, with its own results."""
+        store, count = self.bench.open(), min(3, self.bench.capabilities.max_batch or 3)
+        if count < 2:
+            raise NotApplicable("capability max_batch is 1")
+        batches = _Batches(store, [key_named(f"overlap {n}") for n in range(count)], self.bench.fit)
+        for first, second in itertools.product(("put", "get", "stat"), ("put", "get")):
+            total = self._interrupt(partial(batches.run, first), 0, _nothing)
+            for line in rounds(spread(total, self.bench.harness.interruptions)):
+                try:
+                    self._interrupt(partial(batches.run, first), line, partial(batches.run, second, -1))
+                    batches.run("get")
+                except Violation as violation:
+                    raise Violation(f"{second} while {first} was at its line {line}: {violation}") from None
+
+    @needs("max_in_flight")
+    def test_a_value_that_grows_during_a_get_stays_inside_the_views(self) -> None:
+        """Looked up at one length and read at another, it lands in the frames behind the views."""
+        store, key = self.bench.open(), key_named("growing")
+        short, long = value_of(key, 1, 2 * PAGE), value_of(key, 2, self.bench.fit(4))
+
+        def get() -> None:
+            buffer = Buffer([PAGE, PAGE], gap=4 * PAGE)
+            item = Item(key, buffer.views())
+            outcome = store.call(1, lambda call: store.backend.get_many([item], call))[0]
+            check(buffer.outside_is_noise(), "a get wrote outside its views")
+            told = outcome.status is Status.TOO_SMALL
+            whole = outcome.status is Status.OK and outcome.nbytes == 2 * PAGE and buffer.read() == short
+            check(told or whole, f"get while the value grew: {outcome.status.name}, {outcome.nbytes} bytes")
+
+        self.put(store, key, short)
+        for line in rounds(spread(self._interrupt(get, 0, _nothing), self.bench.harness.interruptions)):
+            self.put(store, key, short)
+            self._interrupt(get, line, lambda: self.put(store, key, long))
+
+    @needs("max_in_flight")
+    def test_scans_and_stats_beside_a_writer_tell_what_is_there(self) -> None:
+        """An index is rebuilt, and a tier is watched, while it is in use: neither may fail or invent."""
+        store, values = self.bench.open(), self.some_values(6)
+        for key, value in values:
+            self.put(store, key, value)
+        staying = {key: len(value) for key, value in values}
+        arriving = [(key_named(f"arriving {n}"), PAGE) for n in range(self.bench.harness.interruptions)]
+        known = staying | dict(arriving)
+
+        def look() -> None:
+            entries = store.stats().entries
+            unknown = self.bench.capabilities.shared and entries == 0  # asking would be I/O
+            check(unknown or entries >= len(staying), f"{len(staying)} values stay, stats counts {entries}")
+
+        def scan() -> None:
+            found = {entry.key: entry.nbytes for entry in store.scan()}
+            wrong = [key for key in found if found[key] != known.get(key)]
+            check(not wrong, f"a scan beside a put lists {len(wrong)} values that never were")
+            check(staying.keys() <= found.keys(), "a scan beside a put leaves out values that stay")
+
+        for reading in (look, scan) if self.bench.capabilities.scan else (look,):
+            lines = spread(self._interrupt(reading, 0, _nothing), self.bench.harness.interruptions)
+            for line, (key, nbytes) in zip(lines, arriving, strict=False):
+                self._interrupt(reading, line, partial(self.put, store, key, value_of(key, 1, nbytes)))
+                if self.bench.capabilities.delete:
+                    store.delete(key)
 
     @needs("max_in_flight")
     def test_as_many_calls_as_declared_run_at_once(self) -> None:
@@ -137,8 +203,45 @@ class Concurrency(Group):
             store.before_settling = meet
         self.bench.race(store, *(caller(n) for n in range(count)))
 
+    def _interrupt(self, first: Callable[[], None], line: int, second: Callable[[], None]) -> int:
+        return interrupt(first, line, second, 4 * self.bench.harness.slack_s)
+
     def _threads(self) -> int:
         return min(self.bench.capabilities.max_in_flight, _MAX_THREADS)
+
+
+class _Batches:
+    """Batches of the same keys, whose values all differ in length from key to key."""
+
+    def __init__(self, store: Store, keys: list[StorageKey], fit: Callable[[int], int]) -> None:
+        self._store = store
+        self._lengths = {key: fit(1 + n) for n, key in enumerate(keys)}
+        self._keys = keys
+        self._versions = itertools.count()  # next() is atomic under the GIL
+        self._known: dict[bytes, StorageKey] = {}
+        self.run("put")
+
+    def run(self, operation: str, step: int = 1) -> None:
+        """One batch of all keys, in the order given or (-1) the other way round.
+
+        Raises:
+            Violation: an item's result isn't its own.
+        """
+        keys = self._keys[::step]
+        if operation == "put":
+            version = next(self._versions)
+            values = [(key, value_of(key, version, self._lengths[key])) for key in keys]
+            self._known |= {value: key for key, value in values}
+            seen = [outcome.status for outcome in self._store.put_many(values)]
+            check(set(seen) == {Status.OK}, f"a batch of puts ended {[status.name for status in seen]}")
+        elif operation == "stat":
+            for outcome in self._store.stat_many(keys):
+                check(outcome.status is Status.OK, f"stat of a batch: {outcome.status.name}")
+        else:
+            wants = [Want(key, (self._lengths[key],)) for key in keys]
+            for key, got in zip(keys, self._store.get_many(wants), strict=True):
+                own = got.status is Status.OK and self._known.get(got.value) == key
+                check(own, f"get of a batch: {got.status.name}, not a value of its own key")
 
 
 class _Register:
@@ -159,7 +262,7 @@ class _Register:
             operations.append(self._delete)
 
         def work() -> None:
-            for _ in range(count):
+            for _ in rounds(range(count)):
                 choices.choice(operations)()
 
         return work
@@ -174,10 +277,13 @@ class _Register:
             "put": self._put,
             "get": self._get,
             "delete": self._delete,
+            "first put": self._put,
+            "stat and get": self._stat_and_get,
             "put beside": self._put_beside,
         }
         try:
-            self._put()
+            if first != "first put":
+                self._put()
             total = interrupt(operations[first], line, operations[second])
             self._get()
             self._get()
@@ -229,6 +335,16 @@ class _Register:
 
         self._history.record(lambda: self._store.get(self._key, self._nbytes), judge)
 
+    def _stat_and_get(self) -> None:
+        def judge(outcome: Outcome) -> tuple[Kind, Version]:
+            if outcome.status is Status.MISS:
+                return Kind.READ, ABSENT
+            check(outcome.status is Status.OK, f"stat in a race: {outcome.status.name} ({outcome.error})")
+            return Kind.PRESENT, ABSENT
+
+        self._history.record(lambda: self._store.stat(self._key), judge)
+        self._get()
+
     def _delete(self) -> None:
         def judge(outcome: Outcome) -> tuple[Kind, Version]:
             if outcome.status is Status.MISS:
@@ -236,3 +352,7 @@ class _Register:
             return Kind.WRITE if outcome.status is Status.OK else Kind.MAYBE, ABSENT
 
         self._history.record(lambda: self._store.delete(self._key), judge)
+
+
+def _nothing() -> None:
+    """What interrupts a call whose lines are only counted."""

@@ -9,7 +9,7 @@ from lmcache_core.storage import Operation
 from lmcache_core.storage.contract import Call, Item, Outcome, Status
 from lmcache_core_conformance.driver import Buffer, Store, Want, item_for
 from lmcache_core_conformance.properties import Group
-from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value_of
+from lmcache_core_conformance.values import PAGE, difference, key_named, sealed_frame, value_of
 from lmcache_core_conformance.verdicts import check
 
 Method = Callable[[Sequence[Item], Call], None]
@@ -82,6 +82,29 @@ class Ownership(Group):
         store.close()
         for buffer in buffers:
             check(buffer.is_noise_from(0), "memory of a settled get was written to later")
+
+    def test_memory_is_let_go_of_when_its_item_is_settled(self) -> None:
+        """The first items of a batch are used while the others run: reading or filling them later is late."""
+        store, values = self.bench.open(), self.some_values(min(3, self.bench.capabilities.max_batch or 3))
+        sources = [Buffer([len(value)], content=value) for _, value in values]
+        puts = [Item(key, buffer.views()) for (key, _), buffer in zip(values, sources, strict=True)]
+        store.on_settled = lambda index, outcome: sources[index].make_noise()
+        store.call(len(puts), lambda call: store.backend.put_many(puts, call))
+        store.on_settled = None
+        for key, value in values:
+            self.holds(store, key, value, "a value whose source was reused when its put was settled")
+        buffers, seen = [Buffer([len(value)]) for _, value in values], [b""] * len(values)
+        gets = [Item(key, buffer.views()) for (key, _), buffer in zip(values, buffers, strict=True)]
+
+        def use(index: int, outcome: Outcome) -> None:
+            seen[index] = buffers[index].read()
+            buffers[index].make_noise()
+
+        store.on_settled = use
+        store.call(len(gets), lambda call: store.backend.get_many(gets, call))
+        for (_, value), used, buffer in zip(values, seen, buffers, strict=True):
+            check(used == value, f"the views when a get was settled: {difference(value, used)}")
+            check(buffer.is_noise_from(0), "the views of a get were written to after it was settled")
 
     def test_a_stored_value_does_not_change_with_the_memory_it_was_read_into(self) -> None:
         """A get that hands out the store's own memory lets one reader spoil it for the next."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import cast
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import Hold
 from lmcache_core.storage.contract import Resident, Status
+from lmcache_core_conformance.bench import spread
 from lmcache_core_conformance.driver import Store
+from lmcache_core_conformance.preemption import interrupt
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
 from lmcache_core_conformance.verdicts import check
@@ -74,6 +77,18 @@ class Residents(Group):
         check(store.host.pool.stats().holds == 0, "a discarded value's hold is still there")
 
     @needs("Resident")
+    def test_adopting_borrowing_and_discarding_may_overlap(self) -> None:
+        """The hottest path of all: two adoptions that cross lose a hold, and with it a frame, for ever."""
+        store, number = self.bench.open(), 0
+        for first, second in itertools.product(
+            ("adopt", "discard", "borrow"), ("adopt", "discard", "borrow")
+        ):
+            total = self._overlap(store, "uncut", first, 0, second)
+            for line in spread(total, self.bench.harness.interruptions):
+                number += 1
+                self._overlap(store, f"{number}", first, line, second)
+
+    @needs("Resident")
     def test_a_refused_adoption_leaves_the_hold_with_its_caller(self) -> None:
         """FULL means "not taken": a hold that is dropped all the same loses the frame it stood for."""
         bound = self.bench.harness.small_capacity_bytes
@@ -90,6 +105,42 @@ class Residents(Group):
                 hold.drop()
                 return
         check(False, f"more than {bound} bytes were adopted under a bound of that")
+
+    def _overlap(self, store: Store, name: str, first: str, line: int, second: str) -> int:
+        """One call, another in the middle of it, and then all is as after one of the two orders."""
+        resident, key, pool = self._resident(store), key_named(f"overlap {name}"), store.host.pool
+        values = [value_of(key, version, PAGE) for version in range(3)]
+        holds = [self._hold(store, key, value)[0] for value in values]
+        resident.adopt(key, holds[0])
+
+        def call(operation: str, new: Hold) -> None:
+            if operation == "adopt":
+                check(resident.adopt(key, new).status is Status.OK, "an adoption was refused")
+            elif operation == "discard":
+                resident.discard(key, holds[0])
+                new.drop()
+            else:
+                new.drop()
+                lease = resident.borrow(key)
+                if lease is not None:
+                    with lease:
+                        check(bytes(lease.memory) in values, "borrow gave memory that is no version's")
+
+        when = f"{second} while {first} was at its line {line}"
+        total = interrupt(lambda: call(first, holds[1]), line, lambda: call(second, holds[2]))
+        got = store.get(key, PAGE)
+        adopted = "adopt" in (first, second)
+        check(
+            got.status is Status.OK or (not adopted and got.status is Status.MISS),
+            f"{when}: {got.status.name}",
+        )
+        due = 1 if got.status is Status.OK else 0
+        check(pool.stats().holds == due, f"{when}: {pool.stats().holds} holds of {due} value")
+        check(pool.stats().leases == 0, f"{when}: {pool.stats().leases} leases are left")
+        for hold in holds:
+            resident.discard(key, hold)
+        check(pool.stats().holds == 0, f"{when}: {pool.stats().holds} holds after all were discarded")
+        return total
 
     def _resident(self, store: Store) -> Resident:
         return cast(Resident, store.backend)
