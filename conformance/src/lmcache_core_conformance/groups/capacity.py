@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Outcome, Status
+from lmcache_core_conformance.behind import Fault
 from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.driver import Store
 from lmcache_core_conformance.preemption import at_every_line
 from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.reach import Reach
+from lmcache_core_conformance.timing import deadline_of
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, check
 
+_REFUSALS = 12
 _VALUES_TO_FILL = 64
 """How many values of the size chosen fill the bound."""
 
@@ -27,6 +31,15 @@ class Capacity(Group):
         for key, value in stored:
             self.holds(store, key, value, "a value stored before the store was full")
 
+    def test_what_is_charged_explains_that_the_store_is_full(self) -> None:
+        """The core makes room by its own sums of what was charged: too little, and it never evicts."""
+        store, stored = self._fill()
+        bound, charged = self.bench.harness.small_capacity_bytes, 0
+        for call in store.calls[: len(stored)]:
+            outcome = call.outcomes[0]
+            charged += len(stored[0][1]) if outcome.stored is None else outcome.stored
+        check(charged >= bound // 4, f"the store is full at {bound} bytes, and has charged {charged}")
+
     def test_an_overwrite_that_does_not_fit_keeps_the_old_value(self) -> None:
         """FULL promises that what was there is unchanged, above all the value being replaced."""
         store, stored = self._fill()
@@ -39,6 +52,69 @@ class Capacity(Group):
         else:
             check(outcome.status is Status.FULL, f"an overwrite that does not fit: {outcome.status.name}")
             self.holds(store, key, old, "the value whose overwrite did not fit")
+
+    def test_overwriting_costs_no_room(self) -> None:
+        """Room lost a little with each overwrite makes a tier that says FULL for ever, a day later."""
+        store = self.bench.open(capacity_bytes=self.bench.harness.small_capacity_bytes)
+        key, first = self._values()[0]
+        nbytes = max(len(first) // PAGE, 2) * PAGE
+        for version in range(_VALUES_TO_FILL * 2):
+            value = value_of(key, version, self.bench.fit((nbytes // PAGE) - version % 2))
+            status = store.put(key, value).status
+            check(status is Status.OK, f"overwrite {version} of the only value, with room: {status.name}")
+
+    @needs("delete")
+    def test_refused_puts_cost_no_room(self) -> None:
+        """A full tier is asked again and again: what each refusal takes is missing when room was made."""
+        store, stored = self._fill()
+        nbytes = len(stored[0][1])
+        for n in range(_VALUES_TO_FILL):
+            other = key_named(f"refused {n % 3}")
+            store.put(other, value_of(other, n, nbytes * 4))
+            with deadline_of(store, -1.0):
+                store.put(other, value_of(other, n, nbytes))
+            if store.stat(other).status is Status.OK:  # a store that found a place for it after all
+                store.delete(other)
+        for _ in range(2):
+            for other, _ in stored[:4]:
+                store.delete(other)
+            for other, content in stored[:2]:
+                self.put(store, other, content)
+
+    @needs("persistent")
+    def test_the_bound_holds_for_what_was_there_before(self) -> None:
+        """Counting from zero at each start, a store outgrows its bound by as much every time."""
+        bound, place = self.bench.harness.small_capacity_bytes, self.bench.place(small=True)
+        watched = self.bench.capabilities.medium == "file"
+        for opened in range(3):
+            store = self.bench.open(place, capacity_bytes=bound)
+            self._check_bound(store, place, bound, watched)
+            for n, (_, value) in enumerate(self._values()):
+                key = key_named(f"opened {opened}, value {n}")
+                status = store.put(key, value_of(key, 1, len(value))).status
+                self._check_bound(store, place, bound, watched)
+                if status is Status.FULL:
+                    break
+            store.close()
+
+    def test_a_put_that_finds_the_medium_full_leaves_nothing_behind(self) -> None:
+        """The disk fills in the middle of a value: what was written of it would keep the disk full."""
+        self.bench.require_medium("file", why="what a refused value leaves there can't be looked at")
+        place = self.bench.place()
+        reach, (key, value) = Reach(self.bench, place), self.some_values(1, pages=16)[0]
+        store = self.bench.open(place)
+        self.put(store, key, value)
+        store.put(key_named("warm"), value)
+        objects, occupied = reach.medium_objects(), reach.medium_bytes()
+        with reach.faulty(Fault.FULL, store):
+            for n in range(_REFUSALS):
+                other = key if n % 2 else key_named(f"no room {n}")
+                status = store.put(other, value_of(other, n, len(value))).status
+                check(status is not Status.OK, "put to a full medium ended OK")
+        more = reach.medium_objects() - objects
+        check(more < _REFUSALS // 2, f"{_REFUSALS} puts that found no room leave {more} files more")
+        grown = reach.medium_bytes() - occupied
+        check(grown < 2 * len(value), f"{_REFUSALS} puts that found no room leave {grown} bytes more")
 
     def test_the_bound_is_never_exceeded(self) -> None:
         """Users share the medium with others: a cap that is not one fills their disk."""
@@ -65,8 +141,11 @@ class Capacity(Group):
             if store.put(key, value).status is Status.FULL:
                 break
 
+        reach = Reach(self.bench, place)
+        check(reach.medium_bytes() <= bound, "the medium holds more than the bound")
+
         def look() -> None:
-            occupied = self.bench.harness.medium_bytes(place.directory)
+            occupied = reach.medium_bytes()
             check(
                 occupied <= bound, f"during a put the medium holds {occupied} bytes under a bound of {bound}"
             )
@@ -113,7 +192,7 @@ class Capacity(Group):
         used = store.stats().used_bytes
         check(used <= bound, f"stats says {used} bytes are used under a bound of {bound}")
         if watched:
-            occupied = self.bench.harness.medium_bytes(place.directory)
+            occupied = Reach(self.bench, place).medium_bytes()
             check(occupied <= bound, f"the medium holds {occupied} bytes under a bound of {bound}")
 
 
