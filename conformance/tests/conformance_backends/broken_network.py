@@ -387,7 +387,10 @@ class KeepsAMarkerBesideEachValue(NetworkBackend):
 
 @breaks(
     "each_copy_has_a_higher_token_than_the_one_before",
-    also=("lost_events_in_any_order_never_hide_a_newer_copy",),
+    also=(
+        "tokens_grow_whoever_puts",
+        "lost_events_in_any_order_never_hide_a_newer_copy",
+    ),
 )
 class GivesEveryCopyTheSameToken(NetworkBackend):
     def outcome(self, status: bytes, nbytes: int, token: int) -> Outcome:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from conformance_backends.catalogue import ANYTHING, DAMAGE, RACES, THROUGH_THE_CORE, breaks
+from conformance_backends.catalogue import ANYTHING, DAMAGE, FILLING, RACES, RANGES, THROUGH_THE_CORE, breaks
 from conformance_backends.memory import FULL, MISS, MemoryBackend, failed, write_at
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Item, Outcome, Status, View
@@ -24,7 +24,9 @@ class FlipsABit(MemoryBackend):
         return bytes(value)
 
 
-@breaks("a_value_in_many_views_comes_back_in_order")
+@breaks(
+    "a_value_in_many_views_comes_back_in_order", also=("a_frame_of_many_layers_comes_back_in_as_many_views",)
+)
 class GathersViewsBackwards(MemoryBackend):
     def gather(self, views: Sequence[View]) -> bytes:
         return super().gather(views[::-1])
@@ -33,6 +35,7 @@ class GathersViewsBackwards(MemoryBackend):
 @breaks(
     "overwriting_replaces_the_whole_value",
     also=(
+        *RANGES,
         *DAMAGE,
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
         "an_overwrite_is_seen_whole_by_readers",
@@ -47,6 +50,7 @@ class LeavesTheEndOfALongerValue(MemoryBackend):
 @breaks(
     "reading_twice_gives_the_same_bytes",
     also=(
+        *RANGES,
         "a_key_may_occur_twice_in_a_batch",
         "a_value_in_many_views_comes_back_in_order",
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
@@ -75,6 +79,8 @@ class LosesAValueWhenItIsReadTwice(MemoryBackend):
 @breaks(
     "an_absent_key_is_a_miss",
     also=(
+        *FILLING,
+        *RANGES,
         "an_expired_call_changes_nothing",
         "a_deleted_value_is_gone_for_everyone",
         "a_full_store_says_so_and_keeps_what_it_has",
@@ -104,14 +110,16 @@ class StripsDashes(MemoryBackend):
         return key.strip("-")
 
 
-@breaks("a_sealed_frame_still_verifies_after_a_round_trip", also=THROUGH_THE_CORE)
+@breaks(
+    "a_sealed_frame_still_verifies_after_a_round_trip", also=(*THROUGH_THE_CORE, "a_value_may_be_any_bytes")
+)
 class TrimsTrailingZeros(MemoryBackend):
     def gather(self, views: Sequence[View]) -> bytes:
         value = super().gather(views)
         return value.rstrip(b"\0") if value.endswith(bytes(16)) else value
 
 
-@breaks("any_sequence_of_operations_agrees_with_a_plain_dictionary")
+@breaks("any_sequence_of_operations_agrees_with_a_plain_dictionary", also=(*RANGES,))
 class BringsBackWhatAShorterValueReplaced(MemoryBackend):
     """Put, put something shorter, delete: the first value is there again."""
 
@@ -132,7 +140,7 @@ class BringsBackWhatAShorterValueReplaced(MemoryBackend):
         return outcome
 
 
-@breaks("every_number_of_pages_is_stored_whole")
+@breaks("every_number_of_pages_is_stored_whole", also=("a_frame_of_many_layers_comes_back_in_as_many_views",))
 class LosesThePageAfterA64PageBlock(MemoryBackend):
     def gather(self, views: Sequence[View]) -> bytes:
         value = super().gather(views)
@@ -172,7 +180,14 @@ class SaysNoLength(MemoryBackend):
         return MISS if super().stat_one(key) is MISS else Outcome(status=Status.OK)
 
 
-@breaks("a_value_of_the_declared_maximum_is_stored", also=("a_large_value_is_stored_whole",))
+@breaks(
+    "a_value_of_the_declared_maximum_is_stored",
+    also=(
+        "a_frame_of_many_layers_comes_back_in_as_many_views",
+        *RANGES,
+        "a_large_value_is_stored_whole",
+    ),
+)
 class RefusesItsMaximum(MemoryBackend):
     def put_one(self, item: Item) -> Outcome:
         return FULL if item.nbytes >= self.config.max_value_bytes else super().put_one(item)
@@ -185,7 +200,14 @@ class TruncatesAtItsMaximum(MemoryBackend):
             return self.keep(item.key, self.gather(item.views)[: self.config.max_value_bytes])
 
 
-@breaks("a_large_value_is_stored_whole", also=("a_value_of_the_declared_maximum_is_stored",))
+@breaks(
+    "a_large_value_is_stored_whole",
+    also=(
+        "a_frame_of_many_layers_comes_back_in_as_many_views",
+        *RANGES,
+        "a_value_of_the_declared_maximum_is_stored",
+    ),
+)
 class WritesOnlyTheFirstPartOfLargeValues(MemoryBackend):
     def gather(self, views: Sequence[View]) -> bytes:
         value = super().gather(views)
@@ -275,7 +297,13 @@ class SaysTimeoutForAMiss(MemoryBackend):
         return Outcome(status=Status.TIMEOUT)
 
 
-@breaks("nothing_outside_the_views_is_touched")
+@breaks(
+    "nothing_outside_the_views_is_touched",
+    also=(
+        *RANGES,
+        "a_value_that_grows_during_a_get_stays_inside_the_views",
+    ),
+)
 class OverrunsTheLastView(MemoryBackend):
     def spread(self, part: bytes, views: Sequence[View]) -> None:
         super().spread(part, views)
@@ -303,6 +331,7 @@ class DoesNotSayTheSize(MemoryBackend):
 @breaks(
     "views_that_are_too_small_learn_the_size",
     also=(
+        "a_value_that_grows_during_a_get_stays_inside_the_views",
         "one_bad_get_leaves_the_others",
         "the_first_range_is_not_the_whole_value",
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",

@@ -11,6 +11,7 @@ from conformance_backends import (  # noqa: F401 (they fill the catalogue)
     broken_network,
     broken_overlap,
     broken_performance,
+    broken_pieces,
     broken_room,
     broken_sharing,
     broken_values,

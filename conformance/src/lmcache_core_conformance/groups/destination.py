@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Outcome, Status
 from lmcache_core_conformance.driver import Buffer, Store, Want, item_for
-from lmcache_core_conformance.properties import Group
+from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import check
 
@@ -22,6 +22,23 @@ class Destination(Group):
             buffer, outcome = self._get(store, key, lengths)
             check(outcome.status is Status.OK, f"get into views of {lengths} pages: {outcome.status.name}")
             check(buffer.outside_is_noise(), f"bytes outside views of {lengths} pages were overwritten")
+
+    @needs("ranged")
+    def test_a_range_touches_nothing_outside_its_views(self) -> None:
+        """A range rounded up to the medium's own block lands in the next layer, which is in use."""
+        store, key = self.bench.open(), key_named("range")
+        step = max(self.bench.capabilities.range_min, PAGE)
+        value = value_of(key, 1, self.bench.fit(8 * step // PAGE))
+        self.put(store, key, value)
+        for offset in range(0, len(value), step):
+            for lengths in ((step,), (PAGE,) * (step // PAGE + 1)):
+                if offset + sum(lengths) > len(value):
+                    continue
+                buffer = Buffer(lengths, gap=len(value))
+                item = item_for(Want(key, lengths, offset=offset), buffer)
+                outcome = store.call(1, lambda call, item=item: store.backend.get_many([item], call))[0]  # type: ignore[misc]
+                check(outcome.status is Status.OK, f"a range at {offset}: {outcome.status.name}")
+                check(buffer.outside_is_noise(), f"a range at {offset} was written outside its views")
 
     def test_bytes_beyond_the_value_are_not_touched(self) -> None:
         """The rest of a view still belongs to the caller: only the value's own bytes may change."""

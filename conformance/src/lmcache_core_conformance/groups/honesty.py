@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 from lmcache_core.errors import NotSupported
-from lmcache_core.storage.contract import Call, Capabilities, Status
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import Call, Capabilities, Item, Status
 from lmcache_core_conformance.behind import Behind
 from lmcache_core_conformance.bench import uneven_cuts
-from lmcache_core_conformance.driver import Buffer, RecordingCall, Want, item_for
+from lmcache_core_conformance.driver import Buffer, RecordingCall, Store, Want, item_for
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, PART, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, check
@@ -90,6 +91,22 @@ class Honesty(Group):
         check(len(page.entries) <= 4, f"a page of at most 4 entries has {len(page.entries)}")
 
     @needs("scan")
+    def test_a_scan_gives_no_value_another_ones_parent(self) -> None:
+        """Children leave before parents: under a wrong parent the middle of a prefix goes first."""
+        place = self.bench.place()
+        store, values = self.bench.open(place), self.some_values(4)
+        due = {key: values[n - 1][0] if n else None for n, (key, _) in enumerate(values)}
+        for key, value in (values[2], values[0], values[3], values[1]):
+            buffer = Buffer([len(value)], content=value)
+            item = Item(key, buffer.views(), parent=due[key])
+            store.call(1, lambda call, item=item: store.backend.put_many([item], call))  # type: ignore[misc]
+        known = self._parents(store, due)
+        if self.bench.capabilities.persistent:
+            store.close()
+            for key, parent in self._parents(self.bench.open(place), due).items():
+                check(parent == known[key], "a scan after reopening doesn't know a parent known before")
+
+    @needs("scan")
     def test_a_scan_is_limited_to_its_prefix(self) -> None:
         """A prefix selects one part: keys of another would be counted, or deleted, as this one's."""
         store, values = self.bench.open(), self.some_values(4)
@@ -134,6 +151,42 @@ class Honesty(Group):
                     continue
                 got = store.get_many([Want(key, (nbytes,), offset=offset)])[0]
                 self.check_value(got, value[offset : offset + nbytes], f"[{offset}, {offset + nbytes})")
+
+    @needs("ranged")
+    def test_a_range_may_cross_any_boundary_of_the_medium(self) -> None:
+        """Values are cut into stripes, parts and blocks: a range that crosses into the next is one range."""
+        store, key = self.bench.open(), key_named("striped")
+        step = max(self.bench.capabilities.range_min, PAGE)
+        value = value_of(key, 1, self.bench.fit(self.bench.harness.large_value_bytes // PAGE))
+        self.put(store, key, value)
+        for exponent in range(len(value).bit_length()):
+            for boundary in (1 << exponent, 3 << exponent):
+                for offset, nbytes in ((boundary - step, 2 * step), (boundary - 3 * step, 5 * step)):
+                    if boundary % step or offset < 0 or offset + nbytes > len(value):
+                        continue
+                    got = store.get_many([Want(key, (nbytes,), offset=offset)])[0]
+                    due = value[offset : offset + nbytes]
+                    self.check_value(got, due, f"[{offset}, {offset + nbytes}), across {boundary}")
+        if len(value) > 2 * step:
+            got = store.get_many([Want(key, (len(value) - 2 * step,), offset=step)])[0]
+            self.check_value(got, value[step : len(value) - step], "all but both ends")
+
+    @needs("ranged")
+    def test_a_range_is_of_the_newest_copy(self) -> None:
+        """A handle kept for the next range reads a value that meanwhile was replaced or deleted."""
+        store, key = self.bench.open(), key_named("ranges of several copies")
+        step = max(self.bench.capabilities.range_min, PAGE)
+        want = Want(key, (step,), offset=step)
+        for version, pages in enumerate((3, 3, 5, 2)):
+            value = value_of(key, version, self.bench.fit(pages * step // PAGE))
+            self.put(store, key, value)
+            got = store.get_many([want])[0]
+            if 2 * step <= len(value):
+                self.check_value(got, value[step : 2 * step], f"a range of version {version}")
+        if self.bench.capabilities.delete:
+            store.delete(key)
+            got = store.get_many([want])[0]
+            check(got.status is Status.MISS, f"a range of a deleted value: {got.status.name}, due is MISS")
 
     @needs("ranged")
     def test_the_first_range_is_not_the_whole_value(self) -> None:
@@ -198,12 +251,42 @@ class Honesty(Group):
         check(store.stats().entries == 0, f"an empty store counts {store.stats().entries} entries")
         for key, value in [*values, values[0]]:
             self.put(store, key, value)
+        if self.bench.capabilities.shared and store.stats().entries == 0:
+            raise NotApplicable("capability shared is True, and stats counts no entries: asking would be I/O")
         stored = sum(len(value) for _, value in values)
         check(store.stats().entries == 5, f"5 values are stored, stats counts {store.stats().entries}")
         check(store.stats().used_bytes >= stored, f"stats says {store.stats().used_bytes} bytes of {stored}")
         if self.bench.capabilities.delete:
             store.delete_many([key for key, _ in values])
             check(store.stats().entries == 0, f"all is deleted, stats counts {store.stats().entries}")
+            check(store.stats().used_bytes >= 0, f"stats says {store.stats().used_bytes} bytes are used")
+
+    def test_nothing_is_told_lost_that_is_there(self) -> None:
+        """What is told lost is forgotten and computed again, although it lies there and takes its room."""
+        store, values = self.bench.open(), self.some_values(4, pages=3)
+        for version in (1, 2):
+            for key, value in values:
+                self.put(store, key, value_of(key, version, len(value)))
+                store.get(key, PAGE)
+                store.get(key, len(value))
+                store.stat(key)
+        for operation in (store.delete, store.stat):
+            if operation == store.stat or self.bench.capabilities.delete:
+                operation(key_named("absent"))
+        store.get(key_named("absent"), PAGE)
+        there = {key for key, _ in values}
+        told = [key for key, _ in store.host.lost_copies if key in there]
+        check(not told, f"{len(told)} values are there, and were told lost")
+        check(not store.host.lost_everything, f"everything was told lost: {store.host.lost_everything}")
+
+    def _parents(
+        self, store: Store, due: Mapping[StorageKey, StorageKey | None]
+    ) -> dict[StorageKey, StorageKey | None]:
+        """What a scan says: None is allowed, the backend then keeps no parents."""
+        found = {entry.key: entry.parent for entry in store.scan()}
+        wrong = [key for key, parent in found.items() if parent not in (None, due[key])]
+        check(not wrong, f"a scan gives {len(wrong)} of {len(due)} values a parent they were not put with")
+        return found
 
     def _few(self) -> int:
         return min(5, self.bench.capabilities.max_batch or 5)

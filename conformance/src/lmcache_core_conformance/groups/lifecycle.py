@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -14,13 +16,18 @@ from pathlib import Path
 from lmcache_core.errors import LMCacheError
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage import Operation
-from lmcache_core.storage.contract import Status
+from lmcache_core.storage.contract import Item, Status
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.core import Core
+from lmcache_core_conformance.driver import Buffer, Want
 from lmcache_core_conformance.properties import Group
+from lmcache_core_conformance.timing import deadline_of
 from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
 
+_ROUNDS = 12
+_WINDOWS = 6
+"""The first fills what is filled once; each of the others has to grow for a leak."""
 _SERVED = 2
 """The exit status of a forked child that was not refused."""
 
@@ -118,6 +125,38 @@ class Lifecycle(Group):
             files = [path.name for path in place.directory.rglob("*") if path.is_file()]
             check(not files, f"a store that isn't persistent leaves {len(files)} files: {sorted(files)[:5]}")
 
+    def test_calls_that_end_badly_leave_nothing_behind(self) -> None:
+        """Misses are the most frequent answer: a descriptor, thread or note left by each fills a table."""
+        bound, offered = self.bench.harness.small_capacity_bytes, self.bench.capabilities
+        store, absent = self.bench.open(capacity_bytes=bound), key_named("absent")
+        key, value = self.some_values(1, pages=3)[0]
+        self.put(store, key, value)
+        past = Want(key, (2 * max(offered.range_min, PAGE),), offset=len(value) // PAGE * PAGE)
+        quick: list[Callable[[], object]] = [
+            lambda: store.get(absent, PAGE),
+            lambda: store.get(key, PAGE),
+            lambda: store.get_many([past]),  # refused, where ranges aren't offered
+            lambda: store.stat(absent),
+            lambda: store.put(absent, value) if store.host.deadline_s < 0 else None,
+        ]
+        if offered.delete:
+            quick.append(lambda: store.delete(absent))
+        too_large = Buffer([bound + PAGE])
+        item = Item(key_named("too large"), too_large.views())
+
+        def all_of_them() -> None:
+            for call in quick:
+                call()
+            if not offered.self_evicting:
+                store.call(1, lambda call: store.backend.put_many([item], call))
+            with deadline_of(store, -1.0):
+                for call in quick:
+                    call()
+            store.calls.clear()
+            store.host.lost_copies.clear()
+
+        _check_no_growth(all_of_them)
+
     def test_a_forked_child_is_refused_and_leaves_its_parent_alone(self) -> None:
         """Engines fork workers: a child that uses, or just closes, its parent's connection breaks both."""
         core, keys = self.bench.open_core(), [key_named(f"before the fork {n}") for n in range(2)]
@@ -177,6 +216,39 @@ class _Leftovers:
 
     def _list_files(self) -> set[str]:
         return set() if self._directory is None else {str(path) for path in self._directory.rglob("*")}
+
+
+def _check_no_growth(work: Callable[[], None]) -> None:
+    """
+    Raises:
+        Violation: `work`, repeated, leaves more and more behind: about one thing each time, or more.
+    """
+
+    def held() -> dict[str, int]:
+        gc.collect()
+        return {
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "blocks of memory": sys.getallocatedblocks(),
+        }
+
+    grown: dict[str, int] = {}
+    gc.freeze()  # what was there before is not looked through: each collection is quick
+    try:
+        for window in range(_WINDOWS):  # what a cache or pool takes while it fills doesn't go on
+            before = held()
+            for _ in range(_ROUNDS):
+                work()
+            after = held()
+            growth = {name: after[name] - before[name] for name in before}
+            if window:
+                grown = {name: min(count, grown.get(name, count)) for name, count in growth.items()}
+                if max(grown.values()) < _ROUNDS:
+                    return
+    finally:
+        gc.unfreeze()
+    worst = max(grown, key=lambda name: grown[name])
+    check(False, f"{_ROUNDS} rounds of calls that end badly leave {grown[worst]} {worst}, each time again")
 
 
 def _life_of_a_child(core: Core, key: StorageKey, patience_s: float) -> int:

@@ -12,6 +12,9 @@ from lmcache_core_conformance.properties import Group
 from lmcache_core_conformance.values import PAGE, PART, difference, key_named, sealed_frame, value_of
 from lmcache_core_conformance.verdicts import check
 
+_MOST_VIEWS = 1100
+"""More than the 1024 pieces that one system call takes."""
+
 
 class RoundTrip(Group):
     group = "round-trip"
@@ -32,6 +35,50 @@ class RoundTrip(Group):
         for pieces in (1, 4, 23):
             got = store.get_many([Want(key, tuple(uneven_cuts(len(value), pieces)))])[0]
             self.check_value(got, value, f"a value put in 9 views and read into {pieces}")
+
+    def test_a_frame_of_many_layers_comes_back_in_as_many_views(self) -> None:
+        """A frame has a view a layer and one more; system calls and work requests take far fewer at once."""
+        store, most = self.bench.open(), self.bench.fit(_MOST_VIEWS) // PAGE
+        for count in sorted({min(count, most) for count in (33, 129, _MOST_VIEWS)}):
+            key = key_named(f"layers {count}")
+            value, lengths = value_of(key, 1, count * PAGE), (PAGE,) * count
+            outcome = store.put(key, value, lengths)
+            check(
+                outcome.status is Status.OK, f"put of {count} views: {outcome.status.name} ({outcome.error})"
+            )
+            got = store.get_many([Want(key, lengths)])[0]
+            self.check_value(got, value, f"a value put in {count} views and read into as many")
+
+    def test_a_value_may_be_any_bytes(self) -> None:
+        """A marker that values may contain, or an encoding they don't fit, loses KV that looks like it."""
+        store = self.bench.open()
+        contents = {
+            "zeros": bytes(2 * PAGE),
+            "ones": b"\xff" * (2 * PAGE),
+            "a page of zeros at the end": value_of(key_named("random"), 1, PAGE) + bytes(PAGE),
+            "a page of zeros at the start": bytes(PAGE) + value_of(key_named("random"), 1, PAGE),
+            "ends of lines": b"\r\n\x1a\0" * (PAGE // 4),
+            "text": b'{"key": null}\n'.ljust(PAGE),
+        }
+        for name, value in contents.items():
+            if len(value) <= self.bench.fit(2):
+                self.put(store, key_named(name), value)
+                self.holds(store, key_named(name), value, f"a value of {name}")
+                stat = store.stat(key_named(name))
+                check(stat.status is Status.OK, f"stat of a value of {name}: {stat.status.name}")
+
+    def test_equal_values_under_two_keys_are_two_values(self) -> None:
+        """What is stored once for two keys must outlive the first that is deleted or replaced."""
+        store, keys = self.bench.open(), [key_named(f"equal {n}") for n in range(3)]
+        value = value_of(keys[0], 1, self.bench.fit(2))
+        for key in keys:
+            self.put(store, key, value)
+        if self.bench.capabilities.delete:
+            store.delete(keys[0])
+        new = value_of(keys[1], 2, len(value))
+        self.put(store, keys[1], new)
+        self.holds(store, keys[1], new, "a new value that replaced one of two equal ones")
+        self.holds(store, keys[2], value, "a value whose equals were deleted and replaced")
 
     def test_what_lies_in_the_medium_is_what_was_put(self) -> None:
         """Put and get that are wrong in the same way agree with each other, and with nobody else."""
@@ -77,6 +124,8 @@ class RoundTrip(Group):
         names = ["a", "a-", "-a", "a-b", "ab", "a--b", "-", "0", "00", "con", "nul"]
         names += ["c" * length for length in (31, 32, 63, 64, 100, 119, 120)]
         names += ["d" * 119 + "e", "d" * 119 + "f", "e" + "d" * 119, "f" + "d" * 119]
+        content = "0123456789abcdef" * 4
+        names += [f"c-{PART}-{content}", f"c-{PART[::-1]}-{content}", f"n-{content}", content]
         values = [(storage_key(name), value_of(storage_key(name), 1, PAGE)) for name in names]
         for key, value in values:
             self.put(store, key, value)

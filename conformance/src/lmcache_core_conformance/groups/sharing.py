@@ -6,7 +6,7 @@ from lmcache_core.storage.contract import Status
 from lmcache_core_conformance.crash import Crasher, Operate
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.values import PAGE, key_named, value_of
-from lmcache_core_conformance.verdicts import check
+from lmcache_core_conformance.verdicts import NotApplicable, check
 
 
 class Sharing(Group):
@@ -34,6 +34,22 @@ class Sharing(Group):
             self.put(writer, key, value)
             self.holds(reader, key, value, f"version {version}, put by another client")
             self.holds(writer, key, value, f"version {version}, put by this client")
+            for store in (writer, reader):
+                nbytes = store.stat(key).nbytes
+                check(nbytes == len(value), f"stat of version {version}: {nbytes} bytes of {len(value)}")
+
+    @needs("shared")
+    def test_tokens_grow_whoever_puts(self) -> None:
+        """Clients that count for themselves give an old copy a higher token than the one that replaced it."""
+        place = self.bench.place()
+        stores, key = [self.bench.open(place), self.bench.open(place)], key_named("tokens of two clients")
+        tokens: list[int] = []
+        for version, store in enumerate((stores[0], stores[0], stores[1], stores[0], stores[1])):
+            token = store.put(key, value_of(key, version, PAGE)).token
+            if token is None:
+                raise NotApplicable("the backend gives its copies no tokens (Outcome.token is None)")
+            tokens.append(token)
+        check(tokens == sorted(set(tokens)), f"copies put in turn by two clients had the tokens {tokens}")
 
     @needs("shared", "delete")
     def test_a_value_deleted_by_another_client_is_a_miss(self) -> None:
