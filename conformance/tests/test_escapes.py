@@ -16,7 +16,7 @@ from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Capabilities, Host, Item
-from lmcache_core_conformance import BackendConformance, NotApplicable, Unproven, Verdict, run
+from lmcache_core_conformance import NotApplicable, Unproven, Verdict, run
 from lmcache_core_conformance.behind import Fault
 from lmcache_core_conformance.runner import Result
 
@@ -29,7 +29,7 @@ import pytest
 from conformance_backends.broken_values import FlipsABit
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
-from lmcache_core_conformance import BackendConformance, NotApplicable, Unproven
+from lmcache_core_conformance import NotApplicable, Unproven
 """
 CLASSES = {
     "a test replaced on the instance": """
@@ -101,6 +101,13 @@ RAISED = {
     "SystemExit": "raise SystemExit(0)",
     "KeyboardInterrupt": "raise KeyboardInterrupt",
 }
+CONFTEST = """
+import pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    return True
+"""
 EXCUSES: dict[str, Callable[[], BaseException]] = {
     "skip": lambda: pytest.skip.Exception("later"),
     "xfail": lambda: pytest.xfail.Exception("later"),
@@ -253,8 +260,7 @@ class TestMine(BackendConformance):
     assert outcomes(pytester, code) == {"passed": 2}
 
 
-def test_the_class_is_given_no_bench_of_the_suite() -> None:
-    class TestMine(BackendConformance):
-        harness = SmallHarness(FlipsABit)
-
-    assert not hasattr(TestMine(), "bench")
+def test_what_takes_the_place_of_a_property_is_a_failure(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    code = "class TestMine(BackendConformance):\n    harness = SmallHarness(FlipsABit)\n"
+    assert outcomes(pytester, code) == {"failed": 1}

@@ -82,6 +82,15 @@ if __name__ == "__main__":
 """
 
 
+TESTS = """
+from pathlib import Path
+from program import WaitsInFaults
+from lmcache_core_conformance import BackendConformance
+
+class TestMine(BackendConformance):
+    harness = WaitsInFaults()
+    harness.directory = Path("stores")
+"""
 _FILES = ("--directory", "stores", "--report", "out.json", "--html", "out.html")
 
 
@@ -100,14 +109,29 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "stores").mkdir()
     (tmp_path / "out.json").write_text("of an earlier run")
+    return started(tmp_path, "program.py", "run", *arguments, *_FILES)
+
+
+def started(tmp_path: Path, *command_line: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "program.py", "run", *arguments, *_FILES],
+        [sys.executable, *command_line],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def told_until_inside(process: subprocess.Popen[str]) -> str:
+    """What it tells until it is inside the backend or hook that waits."""
+    assert process.stdout is not None
+    told = ""
+    for line in process.stdout:
+        told += line
+        if line.endswith("inside\n"):
+            break
+    return told
 
 
 def end_of(process: subprocess.Popen[str]) -> str:
@@ -124,12 +148,7 @@ def end_of(process: subprocess.Popen[str]) -> str:
 def interrupted(tmp_path: Path, number: signal.Signals, *arguments: str) -> Ended:
     """Runs the command until it is inside the backend or hook that waits, and sends the signal."""
     process = start(tmp_path, *arguments)
-    assert process.stdout is not None
-    told = ""
-    for line in process.stdout:
-        told += line
-        if line == "inside\n":
-            break
+    told = told_until_inside(process)
     process.send_signal(number)
     told += end_of(process)
     report = parse((tmp_path / "out.json").read_bytes())
@@ -159,6 +178,19 @@ def test_a_backend_that_never_returns_does_not_keep_an_interrupted_run_from_endi
     assert ended.code == 143, ended.told
     assert list((tmp_path / "stores").iterdir()) == []
     assert ended.report.interrupted
+
+
+def test_interrupting_pytest_leaves_nothing_behind_either(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "test_mine.py").write_text(TESTS)
+    (tmp_path / "stores").mkdir()
+    process = started(tmp_path, "-m", "pytest", "-q", "-s", "-k", "stalled", "-p", "no:cacheprovider")
+    told = told_until_inside(process)
+    process.send_signal(signal.SIGINT)
+    told += end_of(process)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, told
+    assert not (tmp_path / "the-fault-is-there").exists()
+    assert list((tmp_path / "stores").iterdir()) == []
 
 
 def test_threads_that_never_end_do_not_keep_the_command_from_ending(tmp_path: Path) -> None:
