@@ -29,7 +29,7 @@ import pytest
 from conformance_backends.broken_values import FlipsABit
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
-from lmcache_core_conformance import NotApplicable, Unproven
+from lmcache_core_conformance import BackendConformance, NotApplicable, Unproven
 """
 CLASSES = {
     "a test replaced on the instance": """
@@ -122,6 +122,7 @@ def outcomes(pytester: pytest.Pytester, body: str) -> dict[str, int]:
     """What pytest counts for one property of a class with this body."""
     pytester.makepyfile(IMPORTS + body)
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", ROUND_TRIP)
+    assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     counts: dict[str, int] = result.parseoutcomes()
     counts.pop("deselected", None)
     return counts
