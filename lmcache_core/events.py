@@ -125,6 +125,20 @@ class Retrieved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoaded(Event):
+    """One layer of a `retrieve_layers` is in the target. Times are `time.monotonic()` seconds."""
+
+    layer: int
+    num_tokens: int
+    nbytes: int
+    """What was read for this layer, headers included; 0 where whole frames were."""
+    requested_at: float
+    arrived_at: float
+    """When its last range had come and was verified."""
+    scattered_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LookedUp(Event):
     """One `lookup` call ended."""
 

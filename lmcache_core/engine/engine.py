@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from lmcache_core.config import CacheConfig, load_config
+from lmcache_core.engine.layerwise import LayerwiseLoad
+from lmcache_core.engine.loading import Loader
 from lmcache_core.engine.masks import skipped_tokens
 from lmcache_core.engine.plan import Plan, plan_hit
 from lmcache_core.engine.prefetch import Prefetch
@@ -18,19 +19,22 @@ from lmcache_core.engine.results import (
     EngineStats,
     KVSource,
     KVTarget,
+    LayerSource,
+    LayerTarget,
+    LoadedLayer,
     LookupResult,
     RetrieveResult,
     StoreResult,
 )
+from lmcache_core.engine.shape import FrameShape
 from lmcache_core.engine.statistics import Statistics
+from lmcache_core.engine.storing import Storer
 from lmcache_core.errors import ConfigError
-from lmcache_core.events import Event, EventBus, LookedUp, Observer, Retrieved, Stored
-from lmcache_core.frame import FrameHeader, FrameKind, Segment
-from lmcache_core.identity import Content, Extra, ModelRecord, Part, StorageKey, Tokens
+from lmcache_core.events import Event, EventBus, LookedUp, Observer
+from lmcache_core.identity import Content, Extra, ModelRecord, Part, Tokens
 from lmcache_core.identity.tokens import token_bytes
 from lmcache_core.registry import Registry, discover
-from lmcache_core.storage import Priority
-from lmcache_core.tiers import Marks, MemoryTier, Tier, TierChain, build_chain
+from lmcache_core.tiers import MemoryTier, Tier, TierChain, build_chain
 
 CLOSE_DEADLINE_S = 30.0
 REMEMBERED_REQUESTS = 8
@@ -68,6 +72,7 @@ class CacheEngine:
             )
         self.model = model
         self.part = part
+        self._shape = FrameShape(part)
         self._events = EventBus()
         self._statistics = Statistics()
         self._events.subscribe(self._statistics, *Statistics.KINDS)
@@ -78,8 +83,17 @@ class CacheEngine:
             registry or discover(),
             parts=(part.digest,),
             events=self._events,
-            frame_nbytes=self._header(self.model.key, None, 0, model.chunk_tokens).frame_nbytes,
+            frame_nbytes=self._shape.header(model.key, None, 0, model.chunk_tokens).frame_nbytes,
         )
+        self._storer = Storer(
+            self._chain,
+            model,
+            self._shape,
+            self._events.emit,
+            tails=self.config.tails,
+            allocate_deadline_s=self.config.allocate_deadline,
+        )
+        self._loader = Loader(self._chain, self._shape, self._events.emit, tails=self.config.tails)
         self._remembered: deque[tuple[bytes, Content]] = deque(maxlen=REMEMBERED_REQUESTS)
         self._closed = False
 
@@ -112,49 +126,24 @@ class CacheEngine:
             ValueError: the mask isn't `F…FT…T`, or its F part is no multiple of the chunk size.
             Whatever `source.gather` raises.
         """
-        started = time.monotonic()
         content = self._content(request)
-        num_tokens, chunk_tokens = content.num_tokens, self.model.chunk_tokens
-        skip = skipped_tokens(mask, num_tokens, chunk_tokens)
-        keys = content.keys(self.part)[: num_tokens // chunk_tokens]
-        pieces = [
-            (keys[i], i * chunk_tokens, chunk_tokens, keys[i - 1] if i else self.model.key)
-            for i in range(skip // chunk_tokens, len(keys))
-        ]
-        if self.config.tails and skip < num_tokens:
-            named = [tail for tail in content.tails_after(self.part, len(keys)) if tail.end <= num_tokens]
-            pieces += [
-                (tail.key, tail.first_token, tail.num_tokens, keys[-1] if keys else self.model.key)
-                for tail in named[:1]
-            ]
-        new = known = skipped = nbytes = 0
-        deadline = started + self.config.allocate_deadline
-        path = [self.model.key, *keys, *(piece[0] for piece in pieces[-1:])]
-        marks = self._chain.mark(path)
-        if pieces:
-            self._store_record(deadline, marks)
-        for position, (key, first, count, parent) in enumerate(pieces):
-            store = partial(self._store_one, source, key, parent, first, count, deadline, marks)
-            taken = self._chain.once(key, store)
-            if taken is None:
-                known += count
-                continue
-            if not taken:
-                skipped = sum(piece[2] for piece in pieces[position:])
-                break
-            new += count
-            nbytes += self.part.num_layers * self.part.segment_nbytes(count)
-        if new:
-            self._chain.touch(path)
-        self._events.emit(
-            Stored(
-                num_tokens=new,
-                num_known_tokens=known,
-                nbytes=nbytes,
-                seconds=time.monotonic() - started,
-            )
-        )
-        return StoreResult(num_tokens=new, num_known_tokens=known, num_skipped_tokens=skipped)
+        return self._storer.store(content, source, self._skip(content, mask))
+
+    def store_layers(
+        self, request: Content | Tokens, source: LayerSource, *, mask: Sequence[bool] | None = None
+    ) -> Generator[int, None, StoreResult]:
+        """`store`, a layer at a time as the caller computes them: one `next` gathers one layer, from 0 up.
+
+        Yields the layer gathered. Frames are taken at the first `next`, for as many tokens as there is
+        memory for, and may be found by others once the last layer is in, not before: closing the generator
+        earlier drops them. It returns the `StoreResult`.
+
+        Raises:
+            ValueError: as `store`, at once.
+            Whatever `source.gather_layer` raises, out of `next`; then nothing is stored.
+        """
+        content = self._content(request)
+        return self._storer.store_layers(content, source, self._skip(content, mask))
 
     def lookup(
         self,
@@ -248,52 +237,45 @@ class CacheEngine:
             ConfigError: `search_range` names an unknown tier.
             Whatever `target.scatter` raises.
         """
-        started = time.monotonic()
         content = self._content(request)
-        num_tokens = content.num_tokens
-        skip = skipped_tokens(mask, num_tokens, self.model.chunk_tokens)
-        tiers = self._tiers(search_range)
-        plan = plan_hit(
-            self._chain,
-            content,
-            self.part,
-            tiers=tiers if skip < num_tokens else (),
-            limit=num_tokens if limit is None else min(limit, num_tokens),
-            tails=self.config.tails,
-            start_chunk=skip // self.model.chunk_tokens,
-        )
-        marks = bytearray(num_tokens)
-        by_tier: dict[str, int] = {}
-        loaded = nbytes = 0
-        stream = self._chain.stream(plan.keys, plan.runs, plan.deadlines, among=tiers)
-        try:
-            for position, (frame, tier) in enumerate(stream):
-                with frame:
-                    first, count = plan.tokens_of(position + plan.start)
-                    fits = self._fits(frame.header, first, count)
-                    if fits:
-                        target.scatter(first, count, frame.segments(readonly=True))
-                if not fits:
-                    self._chain.reject(frame.key, tier, "a frame of another shape, codec or place")
-                    break
-                marks[first : first + count] = b"\1" * count
-                by_tier[tier] = by_tier.get(tier, 0) + count
-                loaded += count
-                nbytes += frame.header.frame_nbytes
-        finally:
-            stream.close()
-        self._events.emit(
-            Retrieved(
-                num_tokens=loaded,
-                num_wanted_tokens=num_tokens - skip,
-                tokens_by_tier=tuple(by_tier.items()),
-                nbytes=nbytes,
-                seconds=time.monotonic() - started,
-            )
-        )
-        return RetrieveResult(
-            mask=memoryview(marks).toreadonly().cast("?"), num_tokens=loaded, tokens_by_tier=by_tier
-        )
+        skip = self._skip(content, mask)
+        return self._loader.retrieve(content, target, self._tiers(search_range), limit, skip)
+
+    def retrieve_layers(
+        self,
+        request: Content | Tokens,
+        target: LayerTarget,
+        *,
+        mask: Sequence[bool] | None = None,
+        limit: int | None = None,
+        search_range: Sequence[str] | None = None,
+    ) -> Generator[LoadedLayer, None, None]:
+        """`retrieve`, a layer at a time: the next two layers come while the caller computes this one.
+
+        Yields every layer once, in order, as it is scattered, with the number of tokens that are good for
+        it: a prefix (behind the skipped tokens) that never grows and has every layer so far. It shrinks
+        where a chunk's later segment is late, lost or damaged: then nothing of that chunk and of those
+        after it may be used, and who used them in earlier layers computes again from that token on, from
+        the first layer. The generator can go on being used for the shorter prefix.
+
+        Nothing is read before the first `next`. Closing the generator gives all memory back; what a tier
+        is still writing into stays set aside until the tier lets go. Frames read by segments stay where
+        they are (no promotion), and aren't tried in farther tiers when they fail.
+
+        Raises:
+            ValueError, ConfigError: as `retrieve`, at once.
+            Whatever `target.scatter_layer` raises, out of `next`.
+        """
+        content, tiers = self._content(request), tuple(self._tiers(search_range))
+        skip = self._skip(content, mask)
+
+        def layers() -> Generator[LoadedLayer, None, None]:
+            plan = self._loader.plan(content, tiers, limit, skip)
+            emit, root = self._events.emit, self.model.key
+            load = LayerwiseLoad(self._chain, self._shape, plan, target, tiers, emit, root=root)
+            yield from load.run(content.num_tokens - skip)
+
+        return layers()
 
     def prefetch(
         self,
@@ -307,7 +289,7 @@ class CacheEngine:
         Without a memory tier there is nowhere to bring it: nothing is done.
         """
         content, tiers = self._content(request), self._tiers(search_range)
-        return Prefetch(self._bring_near(content, tiers, limit))
+        return Prefetch(self._loader.bring_near(content, tiers, limit))
 
     def clear(
         self, request: Content | Tokens | None = None, *, search_range: Sequence[str] | None = None
@@ -408,6 +390,9 @@ class CacheEngine:
         self._remembered.append((raw, content))
         return content
 
+    def _skip(self, content: Content, mask: Sequence[bool] | None) -> int:
+        return skipped_tokens(mask, content.num_tokens, self.model.chunk_tokens)
+
     def _tiers(self, search_range: Sequence[str] | None) -> Sequence[Tier]:
         if self._closed:
             return ()
@@ -418,85 +403,3 @@ class CacheEngine:
         if unknown:
             raise ConfigError(f"no tier is named {unknown[0]!r}; the tiers are {', '.join(by_name)}")
         return [tier for tier in self._chain.tiers if tier.name in search_range]
-
-    def _store_one(
-        self,
-        source: KVSource,
-        key: StorageKey,
-        parent: StorageKey,
-        first: int,
-        count: int,
-        deadline: float,
-        marks: Marks,
-    ) -> bool:
-        frame = self._chain.allocate(self._header(key, parent, first, count), deadline)
-        if frame is None:
-            return False
-        with frame:
-            source.gather(first, count, frame.segments())
-            return self._chain.put(frame, marks)
-
-    def _header(self, key: StorageKey, parent: StorageKey | None, first: int, count: int) -> FrameHeader:
-        segment_nbytes = self.part.segment_nbytes(count)
-        return FrameHeader(
-            kind=FrameKind.CHUNK,
-            key=key,
-            parent=parent,
-            part=self.part.digest,
-            content_format=self.part.content_format,
-            first_token=first,
-            num_tokens=count,
-            segments=(Segment(segment_nbytes, segment_nbytes),) * self.part.num_layers,
-        )
-
-    def _store_record(self, deadline: float, marks: Marks) -> None:
-        """Writes the model's record where there is none: the root of its chunks; it explains misses."""
-        self._chain.once(self.model.key, lambda: self._write_record(deadline, marks))
-
-    def _write_record(self, deadline: float, marks: Marks) -> bool:
-        record = self.model.to_json()
-        header = FrameHeader(
-            kind=FrameKind.RECORD,
-            key=self.model.key,
-            parent=None,
-            part="",
-            content_format="model json",
-            first_token=0,
-            num_tokens=0,
-            segments=(Segment(len(record), len(record)),),
-        )
-        frame = self._chain.allocate(header, deadline)
-        if frame is None:
-            return False
-        with frame:
-            frame.segments()[0][:] = record
-            return self._chain.put(frame, marks)
-
-    def _fits(self, header: FrameHeader, first: int, count: int) -> bool:
-        """Whether a verified frame is also the one this engine means: tokens and shape."""
-        segment_nbytes = self.part.segment_nbytes(count)
-        return (
-            (header.first_token, header.num_tokens) == (first, count)
-            and header.content_format == self.part.content_format
-            and not header.codecs
-            and len(header.segments) == self.part.num_layers
-            and all(segment.raw_nbytes == segment_nbytes for segment in header.segments)
-        )
-
-    def _bring_near(
-        self, content: Content, tiers: Sequence[Tier], limit: int | None
-    ) -> Generator[int, None, None]:
-        """Loads frames into the memory tier, whatever the tiers promote by themselves; yields tokens."""
-        if not self._chain.has_memory_tier:
-            return
-        plan = plan_hit(self._chain, content, self.part, tiers=tiers, limit=limit, tails=self.config.tails)
-        marks = self._chain.mark(plan.keys)
-        stream = self._chain.stream(plan.keys, plan.runs, plan.deadlines, Priority.PREFETCH, tiers)
-        try:
-            for position, (frame, _) in enumerate(stream):
-                with frame:
-                    if not self._chain.keep_in_memory(frame, marks):
-                        return
-                yield plan.tokens_of(position + plan.start)[1]
-        finally:
-            stream.close()

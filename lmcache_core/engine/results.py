@@ -30,6 +30,33 @@ class KVTarget(Protocol):
         """
 
 
+class LayerSource(Protocol):
+    """Where a store takes KV from, a layer at a time."""
+
+    def gather_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
+        """As `KVSource.gather`, for one layer, counted from 0: `segment` is `[heads, tokens, content]`."""
+
+
+class LayerTarget(Protocol):
+    """Where a retrieve puts KV, a layer at a time."""
+
+    def scatter_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
+        """As `KVTarget.scatter`, for one layer, counted from 0.
+
+        All of a layer's calls come before the layer is yielded, some of them earlier than those of the
+        layers before it.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedLayer:
+    """One layer of a layerwise retrieve, scattered."""
+
+    layer: int
+    num_tokens: int
+    """Tokens, behind the skipped ones, whose KV of all layers up to this one is in the target."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreResult:
     """What a store did. `num_tokens` are newly taken by at least one tier; writing goes on behind."""

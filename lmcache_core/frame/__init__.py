@@ -8,7 +8,7 @@ from lmcache_core.frame.header import (
     encode_header,
     parse_header,
 )
-from lmcache_core.frame.seal import payload, seal, verify, verify_prefix
+from lmcache_core.frame.seal import payload, seal, verify, verify_prefix, verify_segment
 
 __all__ = [
     "PAGE_NBYTES",
@@ -23,4 +23,5 @@ __all__ = [
     "segment_checksum",
     "verify",
     "verify_prefix",
+    "verify_segment",
 ]

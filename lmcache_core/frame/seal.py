@@ -79,6 +79,18 @@ def verify_prefix(memory: memoryview, *, key: StorageKey, part: str | None = Non
     return header
 
 
+def verify_segment(memory: memoryview, header: FrameHeader, index: int) -> None:
+    """Proves that `memory`, read by itself, is segment `index` of the frame with this verified header.
+
+    Raises:
+        Corrupt: it is anything else, such as the segment of another copy, or ends too soon.
+    """
+    segment = header.segments[index]
+    nbytes = padded_nbytes(segment.stored_nbytes)
+    if len(memory) < nbytes or segment_checksum(_flat(memory)[:nbytes]) != segment.checksum:
+        raise Corrupt(f"checksum mismatch in segment {index} of {len(header.segments)}", key=header.key)
+
+
 def _verify_header(memory: memoryview, key: StorageKey, part: str | None) -> FrameHeader:
     try:
         header = parse_header(memory)
@@ -93,9 +105,7 @@ def _verify_header(memory: memoryview, key: StorageKey, part: str | None) -> Fra
 
 
 def _verify_segment(memory: memoryview, header: FrameHeader, index: int) -> None:
-    start, segment = header.segment_offsets[index], header.segments[index]
-    if segment_checksum(memory[start : start + padded_nbytes(segment.stored_nbytes)]) != segment.checksum:
-        raise Corrupt(f"checksum mismatch in segment {index} of {len(header.segments)}", key=header.key)
+    verify_segment(memory[header.segment_offsets[index] :], header, index)
 
 
 def _flat(memory: memoryview) -> memoryview:

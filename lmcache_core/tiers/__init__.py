@@ -5,6 +5,7 @@ from lmcache_core.tiers.build import build_chain
 from lmcache_core.tiers.chain import TierChain
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.index import ResidencyIndex
+from lmcache_core.tiers.layers import LayeredFrame
 from lmcache_core.tiers.memory_tier import MemoryTier
 from lmcache_core.tiers.requests import Deadlines, Marks, Policy, Run, Tier
 from lmcache_core.tiers.storage_tier import StorageTier
@@ -12,6 +13,7 @@ from lmcache_core.tiers.storage_tier import StorageTier
 __all__ = [
     "Deadlines",
     "Frame",
+    "LayeredFrame",
     "Marks",
     "MemoryTier",
     "Policy",

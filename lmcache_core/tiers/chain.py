@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 
 from lmcache_core.errors import PoolFull
 from lmcache_core.events import Event, StoreShed
@@ -15,6 +16,7 @@ from lmcache_core.memory import MemoryPool, PinTable
 from lmcache_core.storage import Priority
 from lmcache_core.tiers.flights import Flights, Ticket
 from lmcache_core.tiers.frames import Frame
+from lmcache_core.tiers.layers import LayeredFrame, read_segments
 from lmcache_core.tiers.memory_tier import MemoryTier
 from lmcache_core.tiers.requests import Deadlines, Marks, Policy, Run, Tier
 from lmcache_core.tiers.storage_tier import GRACE_S, StorageTier
@@ -66,6 +68,10 @@ class TierChain:
         self._on_close.append(action)
 
     # -- where is it -----------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """On the clock that deadlines are by."""
+        return self._clock()
 
     def deadlines(self) -> Deadlines:
         """One request's time: each tier's deadline runs from when the request first needs it."""
@@ -125,7 +131,7 @@ class TierChain:
         """
         among = self.tiers if among is None else among
         steps = deque((run.tier, keys[i]) for run in runs for i in range(run.start, run.stop))
-        pending: deque[tuple[Tier, StorageKey, Ticket | None]] = deque()
+        pending: deque[tuple[Tier, StorageKey, Ticket[Frame] | None]] = deque()
         in_flight = 0
         marks = self.mark(keys[: runs[-1].stop] if runs else ())
         try:
@@ -141,7 +147,7 @@ class TierChain:
                         copy = tier.index.get(key)
                         in_flight += copy.nbytes if copy is not None else 0
                         batch.append(key)
-                    tickets = [Ticket(key) for key in batch]
+                    tickets = [Ticket[Frame](key) for key in batch]
                     pending.extend((tier, ticket.key, ticket) for ticket in tickets)
                     self.fetch(tier, tickets, priority, deadlines.of(tier), marks)
                 tier, key, ticket = pending[0]
@@ -167,7 +173,7 @@ class TierChain:
     def fetch(
         self,
         tier: StorageTier,
-        tickets: Sequence[Ticket],
+        tickets: Sequence[Ticket[Frame]],
         priority: Priority,
         deadline: float,
         marks: Marks,
@@ -187,6 +193,22 @@ class TierChain:
 
         self._behind(depart)
 
+    def layered(self, tier: Tier, header: FrameHeader) -> LayeredFrame | None:
+        """The frame that is like `header`, to be read a segment at a time; None where that can't be."""
+        if not isinstance(tier, StorageTier) or not tier.capabilities.ranged:
+            return None
+        copy = tier.index.get(header.key)
+        if copy is None or copy.nbytes != header.frame_nbytes:
+            return None
+        frame = LayeredFrame(tier, copy, header, self._clock)
+        return frame if frame.least_range_nbytes >= tier.capabilities.range_min else None
+
+    def read_layer(self, frames: Sequence[LayeredFrame], layer: int, deadlines: Deadlines) -> None:
+        """Starts reading one segment of each frame. Each flies alone: what others read isn't shared."""
+        for tier in {frame.tier: None for frame in frames}:
+            here = [frame for frame in frames if frame.tier is tier]
+            self._behind(partial(read_segments, tier, here, layer, deadlines.of(tier)))
+
     def _from_elsewhere(
         self,
         key: StorageKey,
@@ -200,7 +222,7 @@ class TierChain:
         for tier in among[among.index(failed) + 1 :]:
             if not isinstance(tier, StorageTier) or not tier.contains(key):
                 continue
-            ticket = Ticket(key)
+            ticket = Ticket[Frame](key)
             try:
                 self.fetch(tier, [ticket], priority, deadlines.of(tier), marks)
                 frame = ticket.result(deadlines.of(tier) - self._clock() + GRACE_S)
@@ -237,6 +259,10 @@ class TierChain:
             return False
 
     # -- storing ---------------------------------------------------------------------------------
+
+    def holds(self, key: StorageKey) -> bool:
+        """Whether any tier has `key`, as far as is known without asking."""
+        return any(tier.contains(key) for tier in self.tiers)
 
     def once(self, key: StorageKey, store: Callable[[], bool]) -> bool | None:
         """What `store()` returns; None, uncalled, when `key` is held already or another thread stores it.

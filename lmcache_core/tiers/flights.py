@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.signal import Signal
 from lmcache_core.tiers.frames import Frame
 
 
-class Ticket:
-    """One waiter's claim on a frame that is being loaded."""
+class Releasable(Protocol):
+    def release(self) -> None: ...
+
+
+R = TypeVar("R", bound=Releasable)
+
+
+class Ticket(Generic[R]):
+    """One waiter's claim on a frame, or a piece of one, that is being loaded."""
 
     __slots__ = ("_arrived", "_frame", "_lock", "_over", "key", "reason")
 
@@ -23,14 +31,14 @@ class Ticket:
         self.reason = ""  # why there is no frame, once there is none
         self._arrived = Signal()
         self._lock = threading.Lock()  # guards _frame and _over: a frame goes to exactly one side
-        self._frame: Frame | None = None
+        self._frame: R | None = None
         self._over = False
 
     @property
     def settled(self) -> bool:
         return self._arrived.is_set
 
-    def deliver(self, frame: Frame | None, reason: str = "") -> None:
+    def deliver(self, frame: R | None, reason: str = "") -> None:
         """Ends the wait. Takes over `frame`, releasing it when nobody waits any more."""
         with self._lock:
             if not self._over:
@@ -40,7 +48,7 @@ class Ticket:
             frame.release()
         self._arrived.set()
 
-    def result(self, timeout_s: float) -> Frame | None:
+    def result(self, timeout_s: float) -> R | None:
         """The frame, the caller's to release, or None when it didn't come in time. Ends the claim."""
         arrived = self._arrived.wait(timeout_s)
         with self._lock:
@@ -64,9 +72,9 @@ class Flights:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[StorageKey, list[Ticket]] = {}
+        self._waiting: dict[StorageKey, list[Ticket[Frame]]] = {}
 
-    def join(self, tickets: Sequence[Ticket]) -> list[StorageKey]:
+    def join(self, tickets: Sequence[Ticket[Frame]]) -> list[StorageKey]:
         """Has `tickets` wait for their keys. Those that nobody loads yet: the caller now must `land` each."""
         mine = []
         with self._lock:

@@ -34,8 +34,11 @@ class Frame:
 
     def segments(self, *, readonly: bool = False) -> list[memoryview]:
         """One view a segment, of exactly its stored bytes. They die with the lease."""
+        return [self.segment(index, readonly=readonly) for index in range(len(self.header.segments))]
+
+    def segment(self, index: int, *, readonly: bool = False) -> memoryview:
         memory = self.lease.memory.toreadonly() if readonly else self.lease.memory
-        return [payload(memory, self.header, index) for index in range(len(self.header.segments))]
+        return payload(memory, self.header, index)
 
     def seal(self) -> None:
         """Writes header and checksums into the bytes, once."""

@@ -6,9 +6,10 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from cache_scenario import CHUNK, config_of, cpu, engine_of, eventually, prompt, retrieve, store
+from cache_scenario import CHUNK, LayeredKV, config_of, cpu, engine_of, eventually, prompt, retrieve, store
 from faulty_backends import Controls, faulty
 from interruption import interrupt_at
 
@@ -18,9 +19,11 @@ from lmcache_core.tiers import MemoryTier, StorageTier
 
 TOKENS = prompt(1, CHUNK + 24)  # a chunk and a tail of 16
 STORED = CHUNK + 16
+KV = LayeredKV(TOKENS)
 OTHERS = [prompt(seed, 2 * CHUNK) for seed in (5, 6, 7)]
 PATIENCE_S = 20.0
 PRIVATE = Capabilities(medium="network", delete=True, scan=True, persistent=True, max_in_flight=2)
+RANGED = replace(PRIVATE, ranged=True)
 SHARED = Capabilities(medium="network", shared=True, persistent=True, max_in_flight=2)
 
 pytestmark = [
@@ -57,6 +60,9 @@ SCENARIOS: dict[str, tuple[Capabilities, Step, Step]] = {
     "store into a shared tier": (SHARED, nothing_stored, lambda engine: store(engine, TOKENS)),
     "load and promote": (PRIVATE, far_only, lambda engine: retrieve(engine, TOKENS)),
     "load from a shared tier": (SHARED, far_only, lambda engine: retrieve(engine, TOKENS)),
+    "store by layers": (RANGED, nothing_stored, lambda engine: list(engine.store_layers(TOKENS, KV))),
+    "load by layers": (RANGED, far_only, lambda engine: list(engine.retrieve_layers(TOKENS, KV))),
+    "load by layers from memory": (PRIVATE, stored, lambda engine: list(engine.retrieve_layers(TOKENS, KV))),
     "load from memory": (PRIVATE, stored, lambda engine: retrieve(engine, TOKENS)),
     "pin": (PRIVATE, stored, pin_and_unpin),
     "clear": (PRIVATE, stored, lambda engine: engine.clear(TOKENS)),

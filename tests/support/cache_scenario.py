@@ -64,6 +64,29 @@ class OracleKV:
         self.scattered.append((first_token, num_tokens))
 
 
+class LayeredKV(OracleKV):
+    """The same, a layer at a time."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self.layers: list[tuple[int, int, int]] = []  # (layer, first token, number of tokens) scattered
+
+    def gather_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
+        segment[:] = self.expected(layer, first_token, num_tokens)
+
+    def scatter_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
+        assert bytes(segment) == self.expected(layer, first_token, num_tokens), "KV of other tokens"
+        self.layers.append((layer, first_token, num_tokens))
+
+    def good(self, layer: int, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` have been scattered for all layers up to `layer`."""
+        for each in range(layer + 1):
+            pieces = [range(first, first + count) for at, first, count in self.layers if at == each]
+            if not set(range(num_tokens)) <= {token for piece in pieces for token in piece}:
+                return False
+        return True
+
+
 class Recorder:
     """Keeps every event."""
 

@@ -34,8 +34,10 @@ class Controls:
         self.values: dict[StorageKey, tuple[bytes, StorageKey | None]] = {}
         self.calls: Counter[str] = Counter()
         self.items: Counter[str] = Counter()
+        self.copies: Counter[StorageKey] = Counter()  # the token that a read of each key tells
         self.open_error: Exception | None = None
         self.fail: Callable[[str, StorageKey], bool] = lambda op, key: False
+        self.before_read: Callable[[StorageKey, int], None] = lambda key, offset: None
         self.gates: dict[str, threading.Event] = {}  # op → the call waits until it is set
         self.entered: dict[str, threading.Event] = {}
         self.capabilities = Capabilities(
@@ -92,11 +94,14 @@ def faulty(controls: Controls) -> Registry:
             for i, item in enumerate(items):
                 if self._fails("get", item.key, call, i):
                     continue
+                controls.before_read(item.key, item.offset)
                 with controls.lock:
                     value, _ = controls.values.get(item.key, (None, None))
                 if value is None:
                     call.done(i, Outcome(status=Status.MISS))
                     continue
+                if not item.whole:
+                    value = value[item.offset : item.offset + item.nbytes]
                 if len(value) > item.nbytes:
                     call.done(i, Outcome(status=Status.TOO_SMALL, nbytes=len(value)))
                     continue
@@ -105,7 +110,8 @@ def faulty(controls: Controls) -> Registry:
                     piece = value[done : done + view.nbytes]
                     ctypes.memmove(view.address, piece, len(piece))
                     done += len(piece)
-                call.done(i, Outcome(status=Status.OK, nbytes=len(value)))
+                token = controls.copies.get(item.key)
+                call.done(i, Outcome(status=Status.OK, nbytes=len(value), token=token))
 
         def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
             self._enter("stat", len(keys))
