@@ -20,11 +20,10 @@ from conformance_backends.memory import MemoryBackend
 from lmcache_core.errors import BackendUnavailable
 from lmcache_core.storage.contract import Call, Item
 from lmcache_core.storage.secret import Secret
-from lmcache_core_conformance import run
+from lmcache_core_conformance import PROPERTIES, run
 from lmcache_core_conformance.baselines import PlainCopy, RawDriver
-from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.html import render
-from lmcache_core_conformance.redaction import HIDDEN, Redactor, shown_options
+from lmcache_core_conformance.redaction import HIDDEN, Redactor, redactor_for, shown_options
 from lmcache_core_conformance.report import describe, encode
 
 SECRETS = (
@@ -114,17 +113,12 @@ class TextBackend(MemoryBackend):
         super().__init__(MemoryBackend.config_class())
 
 
-def redactor_for(options: Mapping[str, object]) -> Redactor:
+def redactor_knowing(options: Mapping[str, object]) -> Redactor:
     class Texts(SmallHarness):
         def fresh_config(self, tmp: Path) -> Mapping[str, object]:
             return options
 
-    harness = Texts(TextBackend)
-    bench = Bench(harness)
-    try:
-        return Redactor.of(harness, bench)
-    finally:
-        bench.close()
+    return redactor_for(Texts(TextBackend))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +147,9 @@ def redactor_for(options: Mapping[str, object]) -> Redactor:
 )
 def test_a_secret_inside_a_free_text_is_hidden_wherever_it_is_shown(text: str, secret: str) -> None:
     for options in ({"text": text}, {"login": text}):
-        shown = redactor_for(options).conceal(f"cannot use {secret!r} of {text}: {quote(secret, safe='')}")
+        shown = redactor_knowing(options).conceal(
+            f"cannot use {secret!r} of {text}: {quote(secret, safe='')}"
+        )
         assert secret not in shown
         assert quote(secret, safe="") not in shown
         assert repr(secret)[1:-1] not in shown
@@ -162,12 +158,12 @@ def test_a_secret_inside_a_free_text_is_hidden_wherever_it_is_shown(text: str, s
 def test_the_lines_of_a_key_are_hidden_one_by_one() -> None:
     lines = ["MIIEvQIBADANBgkqhkiG", "9w0BAQEFAASCBKcwggSj", "AgEAAoIBAQC7"]
     pem = "\n".join(["-----BEGIN PRIVATE KEY-----", *lines, "-----END PRIVATE KEY-----"])
-    assert redactor_for({"login": pem}).conceal(f"bad line {lines[1]}!") == "bad line ***!"
+    assert redactor_knowing({"login": pem}).conceal(f"bad line {lines[1]}!") == "bad line ***!"
 
 
 def test_numbers_named_like_secrets_are_hidden_and_others_are_shown() -> None:
     options: Mapping[str, object] = {"pin": 4321, "password": 12345678, "auth": {"pin": 8765}}
-    shown = redactor_for(options).conceal("4321, 12345678 and 8765 of 256")
+    shown = redactor_knowing(options).conceal("4321, 12345678 and 8765 of 256")
     assert shown == "***, *** and *** of 256"
     assert shown_options(TextConfig, options) == {
         "text": HIDDEN,
@@ -231,6 +227,33 @@ def test_no_form_of_a_secret_reaches_the_report_or_its_page() -> None:
         for form in FORMS.values():
             assert form(SECRETS[1]) not in text
         assert "s3cr3t" not in text
+
+
+def test_no_form_of_a_secret_is_shown_by_pytest(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from lmcache_core_conformance import BackendConformance
+        from test_redaction import Quoting, QuotingHarness
+
+        class TestQuoting(BackendConformance):
+            harness = QuotingHarness(Quoting)
+        """
+    )
+    result = pytester.runpytest_inprocess("-k", "comes_back_byte_for_byte", "--showlocals", "-vv")
+    result.assert_outcomes(failed=1, deselected=len(PROPERTIES) - 1)
+    text = result.stdout.str()
+    assert "***" in text
+    assert "s3cr3t" not in text
+    for form in FORMS.values():
+        assert form(SECRETS[1]) not in text
+
+
+def test_a_harness_that_gives_no_options_has_no_secrets() -> None:
+    class Broken(SmallHarness):
+        def fresh_config(self, tmp: Path) -> Mapping[str, object]:
+            raise RuntimeError("no server")
+
+    assert redactor_for(Broken(MemoryBackend)).conceal("hunter22") == "hunter22"
 
 
 def test_what_a_bare_driver_says_of_itself_is_cleaned() -> None:

@@ -9,6 +9,8 @@ from html.entities import codepoint2name
 
 SHOWN = "***"
 _LETTERS = {"\n": "n", "\r": "r", "\t": "t"}
+_WRAPPED = r""" ['"]\n {0,99}b?['"]"""
+"""Behind a space, `pprint` goes on in another line."""
 _BACKSLASHES = r"\\{0,8}"
 _BACKSLASH = r"\\{1,8}"
 _LEAST_BASE64 = 4
@@ -59,7 +61,6 @@ def _sign(char: str) -> str:
     entities += [codepoint2name[code]] if code in codepoint2name else []
     entities += ["apos"] if char == "'" else []
     forms = [
-        re.escape(char),
         "(?i:" + "".join(f"%(?:25){{0,4}}{byte:02x}" for byte in utf8) + ")",
         "(?i:&(?:amp;){0,4}(?:" + "|".join(entities) + ");)",
         "(?i:" + "".join(f"{_BACKSLASH}u{utf16[at : at + 4]}" for at in range(0, len(utf16), 4)) + ")",
@@ -68,8 +69,8 @@ def _sign(char: str) -> str:
     ]
     forms += [f"{_BACKSLASH}x(?i:{code:02x})"] if code < 256 else []
     forms += [f"{_BACKSLASH}{_LETTERS[char]}"] if char in _LETTERS else []
-    forms += [r"\+"] if char == " " else []
-    return f"{_BACKSLASHES}(?:{'|'.join(forms)})"
+    forms += [r"\+", _WRAPPED] if char == " " else []
+    return f"{_BACKSLASHES}(?:{'|'.join([*forms, re.escape(char)])})"
 
 
 def _base64_cores(secret: bytes) -> list[str]:

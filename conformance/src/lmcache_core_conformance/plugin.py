@@ -117,7 +117,21 @@ def pytest_runtest_makereport(
     if report.outcome == "failed" and call.excinfo is not None and isinstance(report.longrepr, tuple | None):
         reason = judged.result.reason if judged.result is not None else str(call.excinfo.value)
         report.longrepr = f"{reason} (a conformance property can't be skipped)"
+    if report.outcome == "failed" and call.when == "call":
+        _conceal(report, judged.harness)
     return report
+
+
+def _conceal(report: pytest.TestReport, harness: Harness) -> None:
+    """Takes the secrets of the harness's options out of a failure: logs of CI are read by others."""
+    from lmcache_core_conformance.redaction import redactor_for
+
+    redactor = redactor_for(harness)
+    text = str(report.longrepr)
+    hidden = redactor.conceal(text)
+    if hidden != text:
+        report.longrepr = hidden
+    report.sections = [(name, redactor.conceal(content)) for name, content in report.sections]
 
 
 def _tell(item: pytest.Item, report: pytest.TestReport, result: Result) -> None:

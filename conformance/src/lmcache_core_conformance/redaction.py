@@ -66,7 +66,7 @@ class Redactor:
         """
         secrets: set[str] = set()
         for hook in _option_hooks(harness):
-            options = _options_of(getattr(harness, hook), bench.place().directory)
+            options = _options_of(getattr(harness, hook), bench)
             secrets.update(_sensitive_texts(options, ""))
             secrets.update(_inside_texts(options))
             secrets.update(_secrets_in(_parsed(harness.backend.config_class, options)))
@@ -85,6 +85,15 @@ class Redactor:
         for pattern, replacement in _PATHS:
             text = pattern.sub(replacement, text)
         return text
+
+
+def redactor_for(harness: Harness) -> Redactor:
+    """As `Redactor.of`, on a bench of its own."""
+    bench = Bench(harness)
+    try:
+        return Redactor.of(harness, bench)
+    finally:
+        bench.close()
 
 
 def shown_options(config_class: type[object], options: Mapping[str, object]) -> dict[str, Value]:
@@ -119,9 +128,9 @@ def _option_hooks(harness: Harness) -> list[str]:
     return [name for name in dir(harness) if name.endswith(endings) and not name.startswith("_")]
 
 
-def _options_of(hook: Callable[[Path], Mapping[str, object]], directory: Path) -> Mapping[str, object]:
+def _options_of(hook: Callable[[Path], Mapping[str, object]], bench: Bench) -> Mapping[str, object]:
     try:
-        return hook(directory)
+        return hook(bench.place().directory)
     except Exception:  # noqa: BLE001 (recorded boundary: a hook that fails has given the backend no secret)
         return {}
 
