@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, unquote_plus
 
@@ -16,6 +19,8 @@ from lmcache_core.storage.secret import Secret
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.disguises import SHOWN, Disguises
 from lmcache_core_conformance.harness import Harness
+from lmcache_core_conformance.watch import bounded
+from lmcache_core_conformance.watch import bounded
 
 Value = bool | int | float | str | None | list[str]
 """What stands in a report where a backend says what it is made of."""
@@ -65,11 +70,15 @@ class Redactor:
         Its hooks that give options are those called `…_config` and `…_credentials`.
         """
         secrets: set[str] = set()
-        for hook in _option_hooks(harness):
-            options = _options_of(getattr(harness, hook), bench)
-            secrets.update(_sensitive_texts(options, ""))
-            secrets.update(_inside_texts(options))
+
+        def look(options_of: Callable[[Path], Mapping[str, object]]) -> None:
+            options = options_of(bench.place().directory)
+            secrets.update(_sensitive_texts(options, ""), _inside_texts(options))
             secrets.update(_secrets_in(_parsed(harness.backend.config_class, options)))
+
+        for hook in _option_hooks(harness):
+            with contextlib.suppress(Exception):  # a hook that fails has given the backend no secret
+                bounded(partial(look, getattr(harness, hook)), harness.deadline_s)
         return cls(secrets)
 
     def conceal(self, text: str) -> str:
@@ -126,13 +135,6 @@ def _shown(name: str, value: object, choice: bool) -> Value:
 def _option_hooks(harness: Harness) -> list[str]:
     endings = ("_config", "_credentials")
     return [name for name in dir(harness) if name.endswith(endings) and not name.startswith("_")]
-
-
-def _options_of(hook: Callable[[Path], Mapping[str, object]], bench: Bench) -> Mapping[str, object]:
-    try:
-        return hook(bench.place().directory)
-    except Exception:  # noqa: BLE001 (recorded boundary: a hook that fails has given the backend no secret)
-        return {}
 
 
 def _parsed(config_class: type[object], options: Mapping[str, object]) -> object:
