@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -19,7 +18,6 @@ from lmcache_core.storage.secret import Secret
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.disguises import SHOWN, Disguises
 from lmcache_core_conformance.harness import Harness
-from lmcache_core_conformance.watch import bounded
 from lmcache_core_conformance.watch import bounded
 
 Value = bool | int | float | str | None | list[str]
