@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from lmcache_core.engine import EngineStats as EngineStats
     from lmcache_core.engine import KVSource as KVSource
     from lmcache_core.engine import KVTarget as KVTarget
+    from lmcache_core.engine import LayerSource as LayerSource
+    from lmcache_core.engine import LayerTarget as LayerTarget
+    from lmcache_core.engine import LoadedLayer as LoadedLayer
     from lmcache_core.engine import LookupResult as LookupResult
     from lmcache_core.engine import Prefetch as Prefetch
     from lmcache_core.engine import RetrieveResult as RetrieveResult
@@ -37,6 +40,9 @@ _HOME = {
     "KVSource": "lmcache_core.engine",
     "KVTarget": "lmcache_core.engine",
     "LMCacheError": "lmcache_core.errors",
+    "LayerSource": "lmcache_core.engine",
+    "LayerTarget": "lmcache_core.engine",
+    "LoadedLayer": "lmcache_core.engine",
     "LookupResult": "lmcache_core.engine",
     "ModelRecord": "lmcache_core.identity",
     "Part": "lmcache_core.identity",

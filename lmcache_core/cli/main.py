@@ -9,6 +9,7 @@ import click
 from lmcache_core.errors import LMCacheError
 
 _COMMANDS = {
+    "bench": ("lmcache_core.cli.bench", "Measure what this machine and a config give."),
     "config": ("lmcache_core.cli.config", "Check a config file, or print the schema for editors."),
     "demo": ("lmcache_core.cli.demo", "Answer questions with a real model, cold and from the cache."),
     "explain": ("lmcache_core.cli.explain", "Say which model field, chunk or tier makes a miss."),

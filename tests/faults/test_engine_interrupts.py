@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,9 +17,8 @@ from lmcache_core.engine import CacheEngine
 from lmcache_core.sdk import Capabilities
 from lmcache_core.tiers import MemoryTier, StorageTier
 
-TOKENS = prompt(1, CHUNK + 24)  # a chunk and a tail of 16
-STORED = CHUNK + 16
-KV = LayeredKV(TOKENS)
+CHUNK_ONLY = prompt(1, CHUNK)
+WITH_TAIL = prompt(1, CHUNK + 16)
 OTHERS = [prompt(seed, 2 * CHUNK) for seed in (5, 6, 7)]
 PATIENCE_S = 20.0
 PRIVATE = Capabilities(medium="network", delete=True, scan=True, persistent=True, max_in_flight=2)
@@ -32,41 +31,60 @@ pytestmark = [
 ]
 
 
-def nothing_stored(engine: CacheEngine) -> None:
+Tokens = Sequence[int]
+
+
+def nothing_stored(engine: CacheEngine, tokens: Tokens) -> None:
     """Both tiers are full of other prompts."""
     engine.clear()
-    for tokens in OTHERS:
-        store(engine, tokens)
+    for other in OTHERS:
+        store(engine, other)
 
 
-def stored(engine: CacheEngine) -> None:
-    nothing_stored(engine)
-    store(engine, TOKENS)
+def stored(engine: CacheEngine, tokens: Tokens) -> None:
+    nothing_stored(engine, tokens)
+    store(engine, tokens)
 
 
-def far_only(engine: CacheEngine) -> None:
-    stored(engine)
+def far_only(engine: CacheEngine, tokens: Tokens) -> None:
+    stored(engine, tokens)
     engine.flush(PATIENCE_S)
     engine.clear(search_range=["cpu"])
 
 
-def pin_and_unpin(engine: CacheEngine) -> None:
-    engine.lookup_unpin(engine.lookup(TOKENS, pin=True, ttl_s=1e-3).lookup_id)
+def pin_and_unpin(engine: CacheEngine, tokens: Tokens) -> None:
+    engine.lookup_unpin(engine.lookup(tokens, pin=True, ttl_s=1e-3).lookup_id)
 
 
-Step = Callable[[CacheEngine], object]
-SCENARIOS: dict[str, tuple[Capabilities, Step, Step]] = {
-    "store into full tiers": (PRIVATE, nothing_stored, lambda engine: store(engine, TOKENS)),
-    "store into a shared tier": (SHARED, nothing_stored, lambda engine: store(engine, TOKENS)),
-    "load and promote": (PRIVATE, far_only, lambda engine: retrieve(engine, TOKENS)),
-    "load from a shared tier": (SHARED, far_only, lambda engine: retrieve(engine, TOKENS)),
-    "store by layers": (RANGED, nothing_stored, lambda engine: list(engine.store_layers(TOKENS, KV))),
-    "load by layers": (RANGED, far_only, lambda engine: list(engine.retrieve_layers(TOKENS, KV))),
-    "load by layers from memory": (PRIVATE, stored, lambda engine: list(engine.retrieve_layers(TOKENS, KV))),
-    "load from memory": (PRIVATE, stored, lambda engine: retrieve(engine, TOKENS)),
-    "pin": (PRIVATE, stored, pin_and_unpin),
-    "clear": (PRIVATE, stored, lambda engine: engine.clear(TOKENS)),
-    "prefetch": (PRIVATE, far_only, lambda engine: engine.prefetch(TOKENS).wait(PATIENCE_S)),
+def prefetch(engine: CacheEngine, tokens: Tokens) -> None:
+    engine.prefetch(tokens).wait(PATIENCE_S)
+
+
+def store_layers(engine: CacheEngine, tokens: Tokens) -> None:
+    list(engine.store_layers(tokens, LayeredKV(tokens)))
+
+
+def retrieve_layers(engine: CacheEngine, tokens: Tokens) -> None:
+    list(engine.retrieve_layers(tokens, LayeredKV(tokens)))
+
+
+def clear(engine: CacheEngine, tokens: Tokens) -> None:
+    engine.clear(tokens)
+
+
+Step = Callable[[CacheEngine, Tokens], object]
+SCENARIOS: dict[str, tuple[Capabilities, Tokens, Step, Step]] = {
+    "store into full tiers": (PRIVATE, CHUNK_ONLY, nothing_stored, store),
+    "store into a shared tier": (SHARED, CHUNK_ONLY, nothing_stored, store),
+    "store by layers": (PRIVATE, CHUNK_ONLY, nothing_stored, store_layers),
+    "load and promote": (PRIVATE, WITH_TAIL, far_only, retrieve),
+    "load from a shared tier": (SHARED, WITH_TAIL, far_only, retrieve),
+    "load from memory": (PRIVATE, WITH_TAIL, stored, retrieve),
+    "load by layers": (RANGED, WITH_TAIL, far_only, retrieve_layers),
+    "load by layers from memory": (PRIVATE, CHUNK_ONLY, stored, retrieve_layers),
+    "pin": (PRIVATE, CHUNK_ONLY, stored, pin_and_unpin),
+    "clear": (PRIVATE, CHUNK_ONLY, stored, clear),
+    "prefetch": (PRIVATE, CHUNK_ONLY, far_only, prefetch),
 }
 
 
@@ -75,23 +93,23 @@ def test_after_ctrl_c_anywhere_the_next_calls_work_and_all_books_agree(
     scenario: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)  # some of it comes inside `__del__`
-    capabilities, prepare, work = SCENARIOS[scenario]
+    capabilities, tokens, prepare, work = SCENARIOS[scenario]
     controls = Controls()
     controls.capabilities = capabilities
     far = {"name": "far", "backend": "faulty", "capacity": "128KiB", "deadline": PATIENCE_S}
     number = 0
     with engine_of(config_of(cpu(capacity="96KiB"), far), registry=faulty(controls)) as engine:
         while True:
-            prepare(engine)
+            prepare(engine, tokens)
             quiet(engine)
-            where = interrupt_at(number, "lmcache_core", lambda: work(engine))
+            where = interrupt_at(number, "lmcache_core", lambda: work(engine, tokens))
             if where is None:
                 break
             place = f"{where} (number {number})"
             books_agree(engine, place)
-            store(engine, TOKENS)
+            store(engine, tokens)
             quiet(engine)
-            assert retrieve(engine, TOKENS) == STORED, place
+            assert retrieve(engine, tokens) == len(tokens), place
             books_agree(engine, place)
             number += 1
     assert number > 20
