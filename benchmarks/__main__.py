@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("disk.py", "engine_paths.py", "executor_overhead.py")
+SCRIPTS = ("disk.py", "engine_paths.py", "executor_overhead.py", "kernels.py")
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Every layout, word size and alignment against an oracle that follows the engine's declaration, row by row.
 
-Standard library only, so that it also runs in a process under sanitizers: `python matrix.py LIBRARY SEED CASES`.
+Standard library only, so that it also runs under sanitizers: `python matrix.py LIBRARY SEED CASES`.
 Each buffer is an allocation of its own and exactly as long as it must be.
 """
 
@@ -18,8 +18,8 @@ from lmcache_core_kernels import abi
 SENTINEL = 0xA5
 HOLE = -1
 
-# An engine's declaration: axes outermost first. c: K, then V; n: block; s: slot in a block; h: head; d, e: bytes
-# of a row of K or V, or of both. Two tensors a layer where `pair` is set.
+# An engine's declaration: axes outermost first. c: K, then V; n: block; s: slot in a block; h: head; d, e:
+# the bytes of a row of K or V, or of both; l: of what has no V. Two tensors a layer where `pair` is set.
 LAYOUTS: dict[str, str] = {
     "[2, blocks, slots, heads, dim]": "cnshd",
     "[blocks, 2, slots, heads, dim]": "ncshd",
@@ -117,7 +117,9 @@ def new_tensors(case: Case) -> list[list[bytearray]]:
     ]
 
 
-def written(case: Case, rows: dict[tuple[int, int, int, int], bytes], slots: set[int]) -> list[list[bytearray]]:
+def written(
+    case: Case, rows: dict[tuple[int, int, int, int], bytes], slots: set[int]
+) -> list[list[bytearray]]:
     """The engine's memory with the rows of these slots in their places, the sentinel elsewhere."""
     tensors = new_tensors(case)
     for layer, (kind, head, slot) in itertools.product(range(case.layers), case.places()):
@@ -149,7 +151,9 @@ def address(memory: bytearray) -> int:
 class Call:
     """The ABI's view of a case. Keeps what the structures point to."""
 
-    def __init__(self, case: Case, tensors: Sequence[Sequence[bytearray]], segments: Sequence[bytearray]) -> None:
+    def __init__(
+        self, case: Case, tensors: Sequence[Sequence[bytearray]], segments: Sequence[bytearray]
+    ) -> None:
         self._memory = (tensors, segments)
         strides = case.strides
         planes = []

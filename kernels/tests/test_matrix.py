@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lmcache_core_kernels import abi
 
 _spec = importlib.util.spec_from_file_location("kernel_matrix", Path(__file__).parent / "matrix.py")
@@ -83,7 +84,9 @@ def test_any_shape_strides_alignment_and_slots_are_moved_as_declared(
     matrix.check(LIBRARY, case, seed, twin=twin)
 
 
-def call_of(slots: list[int], slot_type: str = "q") -> tuple[matrix.Call, list[bytearray], list[list[bytearray]]]:
+def call_of(
+    slots: list[int], slot_type: str = "q"
+) -> tuple[matrix.Call, list[bytearray], list[list[bytearray]]]:
     case = matrix.Case("cnshd", 2, 2, 3, 4, 8, slots=slots, slot_type=slot_type)
     tensors = matrix.new_tensors(case)
     segments = [bytearray(case.heads * len(slots) * 16) for _ in range(2)]
@@ -130,7 +133,14 @@ def test_a_scatter_that_names_a_slot_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_layers", 0), ("num_planes", 3), ("num_heads", 0), ("num_slots", -1), ("block_slots", 0), ("row_nbytes", 0)],
+    [
+        ("num_layers", 0),
+        ("num_planes", 3),
+        ("num_heads", 0),
+        ("num_slots", -1),
+        ("block_slots", 0),
+        ("row_nbytes", 0),
+    ],
 )
 def test_a_shape_that_makes_no_sense_is_refused(field: str, value: int) -> None:
     call, _, _ = call_of([1, 2])

@@ -6,6 +6,8 @@ from array import array
 
 import xxhash
 
+from lmcache_core.kernels import native_checksum
+
 PAGE_NBYTES = 4096
 """Headers and segments start at, and are padded to, a multiple of this."""
 
@@ -27,7 +29,12 @@ def segment_checksum(memory: memoryview) -> int:
     nbytes = len(memory)
     if nbytes % PAGE_NBYTES:
         raise ValueError(f"a segment of {nbytes} bytes is not a multiple of {PAGE_NBYTES}")
-    digest = xxhash.xxh3_64_digest
+    checksum = native_checksum(memory)
+    return _checksum_by_page(memory) if checksum is None else checksum
+
+
+def _checksum_by_page(memory: memoryview) -> int:
+    digest, nbytes = xxhash.xxh3_64_digest, len(memory)
     pages = array("Q", b"".join([digest(memory[i : i + PAGE_NBYTES]) for i in range(0, nbytes, PAGE_NBYTES)]))
     pages.byteswap()  # a digest is big-endian on every host, and byteswap reverses bytes on every host
     return xxhash.xxh3_64_intdigest(pages)

@@ -42,6 +42,17 @@ def native_library() -> ctypes.CDLL | None:
         return None
 
 
+def native_checksum(memory: memoryview) -> int | None:
+    """The paged checksum of whole pages (lmcache_core.frame) in one call; None without the kernels."""
+    library = native_library()
+    if library is None:
+        return None
+    from lmcache_core_kernels.buffers import Buffers
+
+    with Buffers([memory], writable=False) as buffers:
+        return int(library.lmck_checksum(buffers.addresses[0], buffers.nbytes[0]))
+
+
 class NativeCopy:
     """Rows `[layer][head][slot]` of memory given by address and strides, moved by the compiled kernels.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import UnsupportedModel
+from lmcache_core.kernels.compiled import NativeCopy, native_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +39,22 @@ class OpaqueBlocks:
         self.num_layers = len(layers)
         self.num_blocks = first.shape[0]
         self.block_nbytes = first[0].numel() * first.element_size()
+        library = native_library()
+        self._native: NativeCopy | None = None
+        if library is not None:  # to the kernels a block is a row: one head, one slot a block
+            planes = [
+                [(address, 0, stride, 0)]
+                for address, stride in zip(self._addresses, self._strides, strict=True)
+            ]
+            self._native = NativeCopy(
+                library,
+                planes,
+                num_heads=1,
+                num_slots=self.num_blocks,
+                block_slots=1,
+                row_nbytes=self.block_nbytes,
+                threads=1,
+            )
 
     def gather(self, block_ids: Sequence[int], payload: Sequence[memoryview]) -> None:
         """Copies these blocks into `payload`, for all layers.
@@ -45,6 +63,9 @@ class OpaqueBlocks:
             ValueError: ids or payload don't fit; nothing was written.
         """
         self._check(block_ids, payload, written=True)
+        if self._native is not None:
+            self._native.move([(array("q", block_ids), payload)], gathering=True)
+            return
         for address, stride, memory in zip(self._addresses, self._strides, payload, strict=True):
             segment = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             for place, block, count in self._runs(block_ids, stride):
@@ -60,6 +81,9 @@ class OpaqueBlocks:
         if len(set(block_ids)) != len(block_ids):
             raise ValueError("a block is named twice")
         self._check(block_ids, payload, written=False)
+        if self._native is not None:
+            self._native.move([(array("q", block_ids), payload)], gathering=False)
+            return
         for address, stride, memory in zip(self._addresses, self._strides, payload, strict=True):
             segment = _address(memory)
             for place, block, count in self._runs(block_ids, stride):
