@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-PACKAGES := . plugins/cpu plugins/disk conformance
+PACKAGES := . plugins/cpu plugins/disk plugins/redis conformance
 PROJECTS := $(PACKAGES:%=%/pyproject.toml)
 KERNELS := kernels/pyproject.toml kernels/CMakeLists.txt $(wildcard kernels/csrc/* kernels/include/* \
 	kernels/src/lmcache_core_kernels/*.py)

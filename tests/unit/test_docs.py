@@ -16,6 +16,13 @@ def test_the_config_reference_says_what_the_config_classes_say() -> None:
     assert page.read_text(encoding="utf-8") == render(), "stale: run `python docs/generate.py`"
 
 
+def test_the_plugins_readmes_say_what_their_config_classes_say() -> None:
+    docs = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    for page, config_class in docs["READMES"].items():
+        text = page.read_text(encoding="utf-8")
+        assert text == docs["render_readme"](text, config_class), "stale: run `python docs/generate.py`"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from lmcache_core.sdk import ALIGNMENT, ByteSize, Duration, Secret
 from lmcache_core_redis.node import Servers, parse_url
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+DEFAULT_PIECE = ByteSize(4 * 1024 * 1024 - ALIGNMENT)
+"""With its version just below 4 MiB, where the server's allocator has a size class."""
 _LEAST_PIECE = ByteSize("64KiB")
 _LARGEST_PIECE = ByteSize("64MiB")
 _LEAST_TTL = Duration("1s")
@@ -20,36 +23,67 @@ _LEAST_TTL = Duration("1s")
 class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A Redis or Valkey server, cluster or Sentinel group, and how values are kept there."""
 
-    url: str
-    """`redis://host:6379/0`, `rediss://…` (TLS) or `unix:///path`; several hosts are parted by commas."""
-    username: str | None = None
-    """The ACL user; without it the server's `default` user."""
-    password: Secret | None = None
-    """The user's password."""
-    tls_ca: Path | None = None
-    """File of the certificates that the server's must descend from; without it the system's."""
-    tls_cert: Path | None = None
-    """File of this client's certificate, where the server asks for one."""
-    tls_key: Path | None = None
-    """File of that certificate's private key."""
-    cluster: bool = False
-    """The hosts are nodes of a cluster; the others are found through them."""
-    sentinel: str | None = None
-    """The hosts are Sentinels, and this is the name by which they know the primary."""
-    sentinel_username: str | None = None
-    """The ACL user at the Sentinels, where they have one."""
-    sentinel_password: Secret | None = None
-    """The password at the Sentinels."""
-    namespace: str = "lmcache"
-    """Every key begins with it. Letters, digits, `_` and `-`."""
-    ttl: Duration | None = None
-    """Values expire this long after they were stored; without it they stay until the server evicts them."""
-    pin: bool = False
-    """Offer pins. Needs `ttl` and a server whose `maxmemory-policy` is `volatile-…`; not in a cluster."""
-    piece_bytes: ByteSize = ByteSize(4 * 1024 * 1024 - ALIGNMENT)
-    """Longer values are stored in pieces of this many bytes, a multiple of 4096."""
-    max_in_flight: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
-    """Calls under way at once, each with a connection of its own."""
+    url: Annotated[
+        str,
+        Meta(
+            description="`redis://host:6379/0`, `rediss://…` (TLS) or `unix:///path`. Several hosts are "
+            "parted by commas."
+        ),
+    ]
+    username: Annotated[
+        str | None, Meta(description="The ACL user; without it the server's `default` user.")
+    ] = None
+    password: Annotated[Secret | None, Meta(description="The user's password. Nothing shows it.")] = None
+    tls_ca: Annotated[
+        Path | None,
+        Meta(
+            description="File of the authorities that may have signed the server's certificate; without it "
+            "the system's."
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None, Meta(description="File of this client's certificate, where the server asks for one.")
+    ] = None
+    tls_key: Annotated[Path | None, Meta(description="File of that certificate's private key.")] = None
+    cluster: Annotated[
+        bool, Meta(description="The hosts are nodes of a cluster; the others are found through them.")
+    ] = False
+    sentinel: Annotated[
+        str | None,
+        Meta(description="The hosts are Sentinels, and this is the name by which they know the primary."),
+    ] = None
+    sentinel_username: Annotated[
+        str | None, Meta(description="The ACL user at the Sentinels, where they have users.")
+    ] = None
+    sentinel_password: Annotated[Secret | None, Meta(description="The password at the Sentinels.")] = None
+    namespace: Annotated[
+        str,
+        Meta(
+            description="Begins every key. Letters, digits, `_` and `-`. Engines with the same one "
+            "share values."
+        ),
+    ] = "lmcache"
+    ttl: Annotated[
+        Duration | None,
+        Meta(
+            description="Values expire this long after they were stored; without it they stay until the "
+            "server evicts them."
+        ),
+    ] = None
+    pin: Annotated[
+        bool,
+        Meta(
+            description="Offer pins. Needs `ttl` and a server whose `maxmemory-policy` is `volatile-…`; not "
+            "in a cluster."
+        ),
+    ] = False
+    piece_bytes: Annotated[
+        ByteSize,
+        Meta(description="Longer values are stored in pieces of this many bytes, a multiple of 4096."),
+    ] = DEFAULT_PIECE
+    max_in_flight: Annotated[
+        int, Meta(ge=1, le=256, description="Calls under way at once, each with a connection of its own.")
+    ] = 4
 
     def __post_init__(self) -> None:
         servers = parse_url(self.url)

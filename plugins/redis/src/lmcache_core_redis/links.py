@@ -74,6 +74,8 @@ class Links:
         Raises:
             BackendError: it can't be had, or broke inside the block.
         """
+        if os.getpid() != self._pid:
+            raise BackendClosed("used in a forked process")  # without its parent's locks and connections
         link: Link | None = None
         try:
             link = self._take(node, call)
@@ -103,8 +105,6 @@ class Links:
                 link.close()
 
     def _take(self, node: Node, call: Call) -> Link:
-        if os.getpid() != self._pid:
-            raise BackendClosed("used in a forked process")
         while True:
             with self._lock:
                 if self._closed:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lmcache_core.sdk import Item, Outcome, Status
+from lmcache_core.sdk import BackendError, Item, Outcome, Status
 from lmcache_core_redis.batch import Batch
 from lmcache_core_redis.layout import META, VERSION_NBYTES, Meta, Names, field
 from lmcache_core_redis.link import Link
@@ -25,14 +25,14 @@ if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[1]) then
 end
 redis.call('UNLINK', KEYS[2])
 redis.call('RENAME', KEYS[1], KEYS[2])
-if ARGV[2] == '' then
+if ARGV[2] == '' or KEYS[3] and redis.call('ZSCORE', KEYS[3], KEYS[2]) then
   redis.call('PERSIST', KEYS[2])
 else
   redis.call('PEXPIRE', KEYS[2], ARGV[2])
 end
 return 1
 """
-"""Puts a complete temporary hash in the place of the value: 1, or 0 where it is incomplete."""
+"""Puts a complete temporary hash in the place of the value, whose pin stays: 1, or 0 if it is incomplete."""
 _LEFTOVER_MS = b"%d" % (10 * 60 * 1000)
 """How long what a dead writer left behind stays; far longer than any put may take."""
 
@@ -51,6 +51,9 @@ class Writer:
         sent: _Sent | None = None
         for index in indexes:
             item = items[index]
+            if item.nbytes == 0:
+                batch.fail([index], BackendError("an empty value can't be stored"))
+                continue
             meta = Meta.of(os.urandom(VERSION_NBYTES), item.nbytes, self._piece_nbytes, item.parent)
             commands = list(self._commands(item, batch.names[index], meta))
             link.send(commands)
@@ -78,7 +81,8 @@ class Writer:
         for index in range(meta.num_pieces):
             yield (b"HSET", temporary, field(index), (meta.version, *memory.part(*meta.piece(index))))
         complete = b"%d" % (meta.num_pieces + 1)
-        yield (b"EVAL", COMMIT, b"2", temporary, name, complete, self._ttl_ms)
+        keys = (temporary, name, self._names.pins) if self._keeps_pins else (temporary, name)
+        yield (b"EVAL", COMMIT, b"%d" % len(keys), *keys, complete, self._ttl_ms)
 
 
 @dataclass(frozen=True, slots=True)
