@@ -11,14 +11,19 @@ import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "use-the-engine.md").read_text(encoding="utf-8")
 CHECK = """
-from lmcache_core import KVSource, KVTarget
+from lmcache_core import KVSource, KVTarget, LayerSource, LayerTarget
 source: KVSource = PromptKV(1)
 target: KVTarget = PromptKV(1)
+layer_source: LayerSource = LayerKV(1)
+layer_target: LayerTarget = LayerKV(1)
 again = CacheEngine(config, model=model, part=part)
 kv, loaded = prefill(again, prompt)
 right = PromptKV(len(prompt))
 compute(right, prompt, 0)
 assert loaded.num_tokens == 1488
+assert np.array_equal(kv.keys, right.keys) and np.array_equal(kv.values, right.values)
+kv, start = prefill_by_layers(again, prompt)
+assert start == 1488
 assert np.array_equal(kv.keys, right.keys) and np.array_equal(kv.values, right.values)
 print("right")
 """
@@ -57,6 +62,7 @@ def test_the_program_loads_in_a_second_process_what_the_first_computed(folder: P
     second = run(folder, program)
     assert second[0] == "loaded 1488 of 1500 tokens: {'local': 1488}"
     assert f"`{second[0]}`" in PAGE
+    assert "1488 tokens came layer by layer" in second
     assert "0 tokens of that tenant are known" in second
     assert "1488 tokens can be loaded: {'memory': 1488}" in second
     assert any(line.split()[:2] == ["local", "up"] for line in second)
