@@ -66,6 +66,10 @@ def main() -> None:
     def reset() -> object:
         return llm.reset_prefix_cache(reset_connector=True)
 
+    def reset_vllm() -> object:
+        """Forgets what vLLM itself holds of finished requests."""
+        return llm.reset_prefix_cache()
+
     def fail_gets(one_in: int) -> None:
         """From now on one get in so many fails; none, with 0."""
         turn = itertools.count(1)
@@ -110,7 +114,7 @@ def main() -> None:
     verbs: dict[str, Callable[..., object]] = {
         each.__name__: each
         for each in (
-            *(generate, stats, clear, reset, preemptions),
+            *(generate, stats, clear, reset, reset_vllm, preemptions),
             *(fail_gets, hang_gets, lose_promises, lost_promises),
         )
     }

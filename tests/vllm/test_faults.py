@@ -85,6 +85,23 @@ def test_what_was_promised_and_is_gone_is_computed(engine: Engine, expected: lis
     assert idle(engine)
 
 
+def test_what_was_computed_on_a_lost_promise_is_not_kept(engine: Engine, plain: Engine) -> None:
+    """The first forward after it reads blocks that were never filled; only the second one is right."""
+    longer = [Request([*SHARED, *tokens(300 + 50 * i, seed=90 + i)], max_tokens=40) for i in range(3)]
+    expected = [said(plain.generate(request))[0] for request in longer]
+    others = [Request(tokens(1500, seed=95 + i)) for i in range(2)]
+    for request, tokens_expected in zip(longer, expected, strict=True):
+        engine.generate(*others)  # so that no block holds by chance what it should
+        engine.ask("lose_promises", True)
+        assert engine.generate(request)[0].tokens == tokens_expected
+        engine.ask("lose_promises", False)
+        engine.ask("reset_vllm")
+        [again] = engine.generate(request)
+        assert again.tokens == tokens_expected
+        assert again.cached >= len(SHARED)
+    assert idle(engine)
+
+
 def test_a_tier_that_hangs_costs_no_more_than_its_deadline(engine: Engine, expected: list[list[int]]) -> None:
     engine.ask("clear", "cpu")
     engine.ask("hang_gets", True)

@@ -15,7 +15,8 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from lmcache_core.connectors.vllm.lookups import LocalLookups
-from lmcache_core.connectors.vllm.metadata import Report, Step
+from lmcache_core.connectors.vllm.metadata import ReportMetadata, StepMetadata
+from lmcache_core.connectors.vllm.plan import Step
 from lmcache_core.connectors.vllm.rank import close_rank, engine_here, open_rank
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.connectors.vllm.settings import read_settings
@@ -86,18 +87,18 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Step:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._scheduler is None:
-            return Step()
+            return StepMetadata()
         step = self._scheduler.step()
         self._plan_saves(step, scheduler_output)
-        return step
+        return StepMetadata(step)
 
     @_guarded(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        report = getattr(connector_output, "kv_connector_worker_meta", None)
-        if self._scheduler is not None and isinstance(report, Report):
-            self._scheduler.reported(report)
+        metadata = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(metadata, ReportMetadata):
+            self._scheduler.reported(metadata.report)
 
     @_guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -119,7 +120,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.load(self._get_connector_metadata())
+            self._worker.load(self._get_connector_metadata().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything was loaded before the forward."""
@@ -130,13 +131,14 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     @_guarded(_nothing)
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.save(self._get_connector_metadata())
+            self._worker.save(self._get_connector_metadata().step)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.failed_blocks()
 
-    def build_connector_worker_meta(self) -> Report | None:
-        return None if self._worker is None else self._worker.report()
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        report = None if self._worker is None else self._worker.report()
+        return None if report is None else ReportMetadata(report)
 
     # -- both ------------------------------------------------------------------------------------
 

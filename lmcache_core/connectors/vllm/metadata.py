@@ -1,60 +1,28 @@
-"""What the scheduler's side tells the workers with each step, and what they tell it back."""
+"""Our plans and reports as vLLM carries them between the scheduler and the workers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from lmcache_core.identity import NamedContent
+from lmcache_core.connectors.vllm.plan import Report, Step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Tokens `[first, end)` of a request were promised: they go into its blocks before the forward."""
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Scheduler to workers, with every step."""
 
-    request_id: str
-    content: NamedContent
-    """At least `end` tokens."""
-    first: int
-    """A multiple of the block size; blocks before it may be shared with others and are not written."""
-    end: int
-    block_ids: Sequence[int]
-    """All of the request's blocks, first token first."""
-    lookup_ids: Sequence[str]
-    """Each rank's pins, which end with the load."""
+    step: Step = field(default_factory=Step)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    """`content` will be complete in these blocks when the step's forward is done."""
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to scheduler, when loads failed."""
 
-    request_id: str
-    content: NamedContent
-    block_ids: Sequence[int]
+    report: Report
 
-
-@dataclass(slots=True, kw_only=True)
-class Step(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's loads and saves."""
-
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    reports_seen: int = 0
-    """How many reports of failed loads the scheduler had dealt with when it planned this step."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Loads that failed in a step: request id → its first token that wasn't loaded."""
-
-    failed: dict[str, int]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
-        """The report of several ranks."""
-        assert isinstance(other, Report)
-        failed = dict(self.failed)
-        for request_id, first in other.failed.items():
-            failed[request_id] = min(first, failed.get(request_id, first))
-        return Report(failed=failed)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
+        """One report of several ranks."""
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.report.with_rank(other.report))

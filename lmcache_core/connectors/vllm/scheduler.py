@@ -9,7 +9,7 @@ from typing import Any
 
 from lmcache_core.connectors.vllm.contents import Contents
 from lmcache_core.connectors.vllm.lookups import Arrival, Held, Lookups
-from lmcache_core.connectors.vllm.metadata import Load, Report, Save, Step
+from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
 from lmcache_core.identity import Content, NamedContent
 
 QUICK_S = 0.002

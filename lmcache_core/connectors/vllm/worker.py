@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from lmcache_core.connectors.vllm.blocks import RequestBlocks
-from lmcache_core.connectors.vllm.metadata import Load, Report, Save, Step
+from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
 from lmcache_core.engine import CacheEngine
 from lmcache_core.errors import LMCacheError
 from lmcache_core.kernels import OpaqueBlocks

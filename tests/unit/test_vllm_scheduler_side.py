@@ -1,0 +1,293 @@
+"""vLLM: the scheduler's side by itself, with a real cache engine and requests made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmcache_core.connectors.vllm.lookups import LocalLookups
+from lmcache_core.connectors.vllm.plan import Report
+from lmcache_core.connectors.vllm.scheduler import SchedulerSide
+from lmcache_core.engine import CacheEngine
+from lmcache_core.identity import Content, ModelRecord, Part
+
+BLOCK, CHUNK = 128, 256
+PART = Part(layers=(0, 2), heads=(0, 1), content_format="test", content_nbytes=8)
+PROMPT = list(range(3, 703))
+
+
+class Blocks:
+    """KV that a test stores: only its names matter here."""
+
+    def gather(self, first_token: int, num_tokens: int, payload: Any) -> None:
+        for segment in payload:
+            segment[:] = bytes(len(segment))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow:
+    """An arrival that never ends by itself."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.cancelled = False
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        return 0
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.fixture
+def engine() -> Iterator[CacheEngine]:
+    config = {"chunk_tokens": CHUNK, "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}]}
+    model = ModelRecord(weights="w", config={}, chunk_tokens=CHUNK)
+    with CacheEngine(config, model=model, part=PART) as engine:
+        yield engine
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make(engine: CacheEngine, clock: Clock) -> Callable[..., SchedulerSide]:
+    def make(lookups: Any = None, **changes: Any) -> SchedulerSide:
+        options: dict[str, Any] = {
+            "loads": True,
+            "saves": True,
+            "tails": True,
+            "prefetch_deadline_s": 2.0,
+            "prefetches": 1,
+            "pin_ttl_s": 60.0,
+            "clock": clock,
+        }
+        return SchedulerSide(lookups or LocalLookups(engine), BLOCK, **(options | changes))
+
+    return make
+
+
+class Far(LocalLookups):
+    """With a slower tier behind it that never answers."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        super().__init__(engine)
+        self.has_far_tiers = True
+        self.arrivals: list[Slow] = []
+
+    def bring_near(self, content: Content) -> Slow:
+        self.arrivals.append(Slow())
+        return self.arrivals[-1]
+
+
+def request(tokens: list[int] | None = PROMPT, name: str = "r", **changes: Any) -> Any:
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "prompt_token_ids": tokens,
+        "all_token_ids": tokens,
+        "num_tokens": len(tokens or ()),
+        "num_prompt_tokens": len(tokens or ()),
+        "num_computed_tokens": 0,
+        "cache_salt": None,
+        "lora_request": None,
+        "mm_features": [],
+        "pooling_params": None,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def planned(side: SchedulerSide, **num_scheduled: int) -> Any:
+    step = side.step()
+    blocks = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3, 4, 5, 6],))
+    scheduled = SimpleNamespace(num_scheduled_tokens=num_scheduled, kv_connector_block_state=blocks)
+    side.plan_saves(step, scheduled)
+    return step
+
+
+def keep(engine: CacheEngine, tokens: list[int]) -> None:
+    engine.store(engine.content(tokens), Blocks())
+
+
+def num_pins(engine: CacheEngine) -> int:
+    return len(engine._chain.pins.active())
+
+
+def test_a_hit_is_pinned_until_it_is_loaded(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:640])
+    side = make()
+    assert side.matched(request(), 0) == (640, False)
+    assert side.matched(request(), 0) == (640, False)
+    assert num_pins(engine) == 1
+    side.allocated(request(), [7, 8, 9, 10, 11, 12], 640)
+    [load] = planned(side).loads
+    assert (load.first, load.end, load.content.num_tokens) == (0, 640, 640)
+    engine.lookup_unpin(load.lookup_ids[0])
+    side.finished("r")
+    assert num_pins(engine) == 0
+
+
+def test_a_question_that_is_repeated_hashes_and_looks_up_once(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:512])
+    asked: list[int] = []
+
+    class Counted(LocalLookups):
+        def hold(self, content: Content, limit: int) -> Any:
+            asked.append(limit)
+            return super().hold(content, limit)
+
+    side, each = make(Counted(engine)), request()
+    answers = {side.matched(each, 0) for _ in range(1000)}
+    assert answers == {(512, False)}
+    assert len(asked) <= 2, "one question, and one after a wait that brought nothing"
+
+
+def test_what_the_engine_has_is_not_loaded_again(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:640])
+    side = make()
+    assert side.matched(request(), 384) == (256, False)
+    side.allocated(request(), [1, 2, 3, 4, 5, 6], 256)
+    assert [(load.first, load.end) for load in planned(side).loads] == [(384, 640)]
+    assert side.matched(request(name="other"), 640) == (0, False)
+
+
+def test_one_token_is_left_to_compute(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:512])
+    assert make().matched(request(PROMPT[:512]), 0) == (511, False)
+
+
+def test_a_request_waits_for_slower_tiers_no_longer_than_its_deadline(
+    make: Any, engine: CacheEngine, clock: Clock
+) -> None:
+    keep(engine, PROMPT[:256])
+    far = Far(engine)
+    side, each = make(far), request()
+    assert side.matched(each, 0) == (None, False)
+    assert side.matched(each, 0) == (None, False)
+    clock.now = 1.9
+    assert side.matched(each, 0) == (None, False)
+    clock.now = 2.1
+    assert side.matched(each, 0) == (256, False)
+    assert side.matched(each, 0) == (256, False)
+    assert [arrival.cancelled for arrival in far.arrivals] == [True]
+
+
+def test_a_request_that_finds_no_room_to_prefetch_waits_no_longer(
+    make: Any, engine: CacheEngine, clock: Clock
+) -> None:
+    far = Far(engine)
+    side = make(far)
+    assert side.matched(request(), 0) == (None, False)
+    assert side.matched(request(name="second"), 0) == (None, False)
+    assert len(far.arrivals) == 1
+    clock.now = 2.1
+    assert side.matched(request(name="second"), 0) == (0, False)
+
+
+def test_what_failed_once_is_not_offered_to_the_request_again(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:640])
+    side = make()
+    side.matched(request(), 0)
+    side.allocated(request(), [1, 2, 3, 4, 5, 6], 640)
+    step = planned(side)
+    engine.lookup_unpin(step.loads[0].lookup_ids[0])
+    side.reported(Report(failed={"r": 256}))
+    assert side.matched(request(), 0) == (256, False)
+    assert planned(side).reports_seen == 1
+    assert side.matched(request(name="another"), 0) == (640, False)
+
+
+def test_what_vllm_does_not_take_is_let_go(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:512])
+    side = make()
+    side.matched(request(), 0)
+    side.allocated(request(), [], 0)
+    assert num_pins(engine) == 0
+    assert planned(side).loads == []
+
+
+def test_an_aborted_request_leaves_nothing(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:512])
+    far = Far(engine)
+    side = make(far)
+    side.matched(request(), 0)
+    side.finished("r")
+    assert num_pins(engine) == 0
+    assert far.arrivals[0].cancelled
+
+
+def test_whole_chunks_are_saved_as_they_are_complete_and_the_tail_with_the_prompt(make: Any) -> None:
+    side, each = make(), request()
+    side.matched(each, 0)
+    saved = []
+    for computed, scheduled in ((0, 300), (300, 100), (400, 300), (700, 1)):
+        each.num_computed_tokens = computed
+        saved.append([save.content.num_tokens for save in planned(side, r=scheduled).saves])
+    assert saved == [[256], [], [640], []]
+
+
+def test_tokens_that_are_not_confirmed_are_not_saved(make: Any) -> None:
+    side, each = make(), request(PROMPT[:250])
+    side.matched(each, 0)
+    assert planned(side, r=250 + 8).saves[0].content.num_tokens == 128  # 8 speculative tokens
+
+
+def test_a_consumer_saves_nothing_and_a_producer_loads_nothing(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:512])
+    consumer, producer = make(saves=False), make(loads=False)
+    assert producer.matched(request(), 0) == (0, False)
+    assert [save.content.num_tokens for save in planned(producer, r=700).saves] == [640]
+    assert consumer.matched(request(), 0) == (512, False)
+    assert planned(consumer, r=700).saves == []
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        {"prompt_embeds": object()},
+        {"resumable": True},
+        {"pooling_params": object()},
+        {"lora_request": SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/nowhere")},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_request_that_cannot_be_named_is_left_out(make: Any, engine: CacheEngine, left_out: Any) -> None:
+    keep(engine, PROMPT[:512])
+    side = make()
+    assert side.matched(request(**left_out), 0) == (0, False)
+    assert planned(side, r=700).saves == []
+
+
+def test_an_image_salt_or_adapter_is_part_of_the_name(make: Any, engine: CacheEngine, tmp_path: Path) -> None:
+    keep(engine, PROMPT[:512])
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    (tmp_path / "adapter_config.json").write_bytes(b"{}")
+    image = SimpleNamespace(identifier="an image", mm_position=SimpleNamespace(offset=600, length=20))
+    adapter = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path=str(tmp_path))
+    side = make()
+    assert side.matched(request(name="a", cache_salt="s"), 0) == (0, False)
+    assert side.matched(request(name="b", lora_request=adapter), 0) == (0, False)
+    assert side.matched(request(name="c", mm_features=[image]), 0) == (512, False)
+    image.mm_position.offset = 300
+    assert side.matched(request(name="d", mm_features=[image]), 0) == (256, False)
+
+
+def test_a_new_epoch_shares_nothing_with_what_was_before(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:512])
+    side = make()
+    assert side.matched(request(), 0) == (512, False)
+    side.forget(b"epoch")
+    assert num_pins(engine) == 0
+    assert planned(side, r=700).saves == [], "computed with the weights of before"
+    assert side.matched(request(), 0) == (0, False)

@@ -1,0 +1,78 @@
+"""The connector against the installed vLLM's own base class: what drifts is seen here first."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+PROBE = """
+import inspect, json
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as base
+from lmcache_core.connectors import vllm
+vllm.register(); vllm.register()
+ours = KVConnectorFactory.get_connector_class_by_name(vllm.NAME)
+def parameters(function):
+    return [[each.name, each.kind.name] for each in inspect.signature(function).parameters.values()]
+hooks = {n: parameters(f) for n, f in vars(base).items() if inspect.isfunction(f) and not n.startswith("_")}
+print("@@" + json.dumps({
+    "abstract": sorted(ours.__abstractmethods__),
+    "hooks": hooks,
+    "ours": {n: parameters(f) for n, f in vars(ours).items() if n in hooks},
+    "strays": [n for n in vars(ours) if n[0] != "_" and not hasattr(base, n)],
+}))
+"""
+
+KNOWN = frozenset(
+    {
+        *("get_mem_pool_context", "bind_connector_metadata", "clear_connector_metadata"),
+        *("has_connector_metadata", "register_kv_caches", "set_host_xfer_buffer_ops", "finish_forward"),
+        *("reset_capture_state", "handle_preemptions", "start_load_kv", "wait_for_layer_load"),
+        *("save_kv_layer", "wait_for_save", "get_finished", "get_transfer_results"),
+        *("get_block_ids_with_load_errors", "shutdown", "get_kv_connector_stats"),
+        *("get_kv_connector_kv_cache_events", "get_handshake_metadata", "build_connector_worker_meta"),
+        *("bind_kv_cache_manager", "bind_gpu_block_pool", "get_loaded_kv_cache_group_ids"),
+        *("get_num_new_matched_tokens", "get_external_cache_hit_sources", "update_state_after_alloc"),
+        *("build_connector_meta", "on_new_request", "update_connector_output", "request_finished"),
+        *("register_finished_partial_tail", "take_events", "has_pending_block_frees"),
+        *("has_pending_push_work", "get_finished_count", "set_xfer_handshake_metadata"),
+        *("set_xfer_handshake_metadata_pp_aware", "reset_cache"),
+    }
+)
+"""vLLM 0.32's hooks. A new one must be read, and listed, before the connector is said to fit."""
+
+
+@pytest.fixture(scope="module")
+def seen() -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=150, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("@@")]
+    assert lines, done.stderr[-4000:]
+    return json.loads(lines[0].removeprefix("@@"))
+
+
+def test_nothing_abstract_is_left_open(seen: Any) -> None:
+    assert seen["abstract"] == []
+
+
+def test_every_hook_of_the_base_class_is_known(seen: Any) -> None:
+    assert set(seen["hooks"]) == KNOWN
+
+
+def test_our_hooks_are_hooks(seen: Any) -> None:
+    assert seen["strays"] == []
+
+
+def test_our_hooks_take_what_theirs_take(seen: Any) -> None:
+    variable = inspect.Parameter.VAR_KEYWORD.name
+    for name, ours in seen["ours"].items():
+        theirs = seen["hooks"][name]
+        if any(kind == variable for _, kind in ours):
+            continue
+        assert ours == theirs, name
