@@ -11,7 +11,7 @@ import redis
 
 from .servers import free_ports
 from .sites import Site, wait_until
-from .users import RULE, TIER, TIER_PASSWORD
+from .users import KEYS, TIER, TIER_PASSWORD
 
 SOON_S = 10.0
 SETTINGS: dict[str, object] = {
@@ -116,7 +116,7 @@ def no_user_of_that_name(site: Site) -> Iterator[None]:
     try:
         yield
     finally:
-        _set_user(site, "on", f">{TIER_PASSWORD}", "~tests-*", *RULE)
+        _set_user(site, "on", f">{TIER_PASSWORD}", KEYS, *site.rule)
 
 
 @contextmanager

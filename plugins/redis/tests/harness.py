@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import redis
-from lmcache_core_redis.backend import RedisBackend
 
 from lmcache_core.sdk import StorageKey
 from lmcache_core_conformance import Fault, Harness
+from lmcache_core_redis.backend import RedisBackend
 
 from . import behind
 from .bare import BareConnection, BareDriver

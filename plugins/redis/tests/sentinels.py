@@ -8,7 +8,7 @@ import redis
 
 from .servers import ADMIN, ADMIN_PASSWORD, Server
 from .sites import wait_until
-from .users import TIER, TIER_PASSWORD, USERS
+from .users import RULE, TIER, TIER_PASSWORD, users
 
 GROUP = "group"
 DOWN_AFTER_MS = 300
@@ -57,7 +57,7 @@ class SentinelSite:
 
     def _server(self, binary: str, settings: dict[str, object]) -> Server:
         replication = {"masteruser": ADMIN, "masterauth": ADMIN_PASSWORD, "repl-diskless-sync-delay": 0}
-        return Server(binary, settings={**settings, **replication}, users=USERS)
+        return Server(binary, settings={**settings, **replication}, users=users(RULE))
 
     def _replica_is_known(self) -> bool:
         told = self._ask("SENTINEL", "REPLICAS", GROUP)

@@ -15,7 +15,16 @@ import redis
 
 from .proxies import Proxy
 from .servers import ADMIN, ADMIN_PASSWORD, Server, free_ports
-from .users import RULE, TIER, TIER_PASSWORD, USERS, Certificates, make_certificates
+from .users import (
+    CLUSTER_RULE,
+    PINS_RULE,
+    RULE,
+    TIER,
+    TIER_PASSWORD,
+    Certificates,
+    make_certificates,
+    users,
+)
 
 NUM_SLOTS = 16384
 NODES = 3
@@ -26,6 +35,8 @@ FORMED_S = 30.0
 class Site:
     """One server, with the users of `users.py`, behind a proxy."""
 
+    rule: tuple[str, ...] = (*RULE, *PINS_RULE)
+
     def __init__(self, binary: str, settings: Mapping[str, object] | None = None) -> None:
         self.servers = self.make_servers(binary, dict(settings or {}))
         self.nodes: list[redis.Redis] = [server.client() for server in self.servers]
@@ -34,7 +45,7 @@ class Site:
 
     def make_servers(self, binary: str, settings: dict[str, object]) -> list[Server]:
         """The servers, not yet started, and `self.proxy` in front of them."""
-        server = Server(binary, settings=settings, users=USERS)
+        server = Server(binary, settings=settings, users=users(self.rule))
         self.proxy = Proxy([server.port])
         return [server]
 
@@ -97,7 +108,7 @@ class Site:
         try:
             yield
         finally:
-            self._allow("-@all", *RULE)
+            self._allow("-@all", *self.rule)
 
     def _allow(self, *rules: str) -> None:
         for node in self.nodes:
@@ -107,6 +118,8 @@ class Site:
 class TlsSite(Site):
     """As `Site`, with TLS only, and clients must show a certificate."""
 
+    rule = RULE
+
     def make_servers(self, binary: str, settings: dict[str, object]) -> list[Server]:
         self._folder = tempfile.TemporaryDirectory(prefix="lmcache-redis-tls-")
         self.certificates: Certificates = make_certificates(Path(self._folder.name))
@@ -114,7 +127,7 @@ class TlsSite(Site):
         server = Server(
             binary,
             port=port,
-            users=USERS,
+            users=users(self.rule),
             settings={
                 **settings,
                 "port": 0,
@@ -148,6 +161,8 @@ class TlsSite(Site):
 class ClusterSite(Site):
     """Three masters, each with a third of the slots; they announce the proxy's ports to clients."""
 
+    rule = (*RULE, *CLUSTER_RULE)
+
     def __init__(self, binary: str, settings: Mapping[str, object] | None = None) -> None:
         self._moved: dict[int, int] = {}
         super().__init__(binary, settings)
@@ -167,7 +182,7 @@ class ClusterSite(Site):
             Server(
                 binary,
                 port=port,
-                users=USERS,
+                users=users(self.rule),
                 settings={
                     **settings,
                     "cluster-enabled": "yes",

@@ -6,14 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from lmcache_core_redis.backend import RedisBackend
-from lmcache_core_redis.config import RedisConfig
-
 from lmcache_core.config import parse_options
 from lmcache_core.sdk import Outcome, StorageKey
 from lmcache_core_conformance import Harness
 from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.values import PAGE, key_named, sealed_frame
+from lmcache_core_redis.backend import RedisBackend
+from lmcache_core_redis.config import RedisConfig
 
 from .users import NAMESPACES
 

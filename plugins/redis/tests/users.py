@@ -11,27 +11,31 @@ NARROW, NARROW_PASSWORD = "narrow", "may-not-list"
 KEEPER, KEEPER_PASSWORD = "keeper", "may-not-remove"
 WRONG_PASSWORD = "known-to-nobody"
 NAMESPACES = "tests-"
-"""How every namespace of the tests begins."""
-RULE = (
-    *("+ping", "+hello", "+auth", "+select", "+client", "+info", "+cluster|slots", "+asking"),
-    *("+hget", "+hmget", "+hlen", "+exists", "+scan", "+multi", "+exec", "+eval", "+time"),
-    *("+hset", "+unlink", "+rename", "+persist", "+pexpire"),
-    *("+zadd", "+zscore", "+zrem", "+zrangebyscore"),
-)
-NARROW_RULE = (*RULE, "-scan")
-KEEPER_RULE = (*RULE, "-unlink")
+KEYS = f"~{NAMESPACES}*[.:]*"
+"""How every namespace of the tests begins, and the keys that belong to one."""
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
-def user_line(name: str, password: str, rule: Sequence[str], pattern: str = f"~{NAMESPACES}*") -> str:
-    """A line of an ACL file."""
-    return f"user {name} on >{password} {pattern} {' '.join(rule)}"
+def rights(start: str, end: str) -> tuple[str, ...]:
+    """The rights that the README says a user needs, between these two texts."""
+    return tuple(word for word in README.partition(start)[2].partition(end)[0].split() if word[0] == "+")
 
 
-USERS = (
-    user_line(TIER, TIER_PASSWORD, RULE),
-    user_line(NARROW, NARROW_PASSWORD, NARROW_RULE),
-    user_line(KEEPER, KEEPER_PASSWORD, KEEPER_RULE),
-)
+RULE = rights("user kv on >PASSWORD ~lmcache[.:]* ", "\n")
+PINS_RULE = rights("With `pin` also `", "`")
+CLUSTER_RULE = rights("in a cluster `", "`")
+
+
+def users(rule: Sequence[str]) -> list[str]:
+    """Lines of an ACL file: the tier, and two that may do less."""
+    return [
+        f"user {name} on >{password} {KEYS} {' '.join(may)}"
+        for name, password, may in (
+            (TIER, TIER_PASSWORD, rule),
+            (NARROW, NARROW_PASSWORD, (*rule, "-scan")),
+            (KEEPER, KEEPER_PASSWORD, (*rule, "-unlink")),
+        )
+    ]
 
 
 @dataclass(frozen=True)
