@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_core_conformance.history import ABSENT, Kind, Operation, is_linearizable
 
-WRITE, READ, MAYBE = Kind.WRITE, Kind.READ, Kind.MAYBE
+WRITE, READ, MAYBE, PRESENT = Kind.WRITE, Kind.READ, Kind.MAYBE, Kind.PRESENT
 
 
 def history(*operations: tuple[Kind, int, int, int]) -> list[Operation]:
@@ -23,6 +23,7 @@ def history(*operations: tuple[Kind, int, int, int]) -> list[Operation]:
         history((WRITE, 1, 0, 1), (WRITE, ABSENT, 2, 3), (READ, ABSENT, 4, 5)),
         history((MAYBE, 1, 0, 1), (READ, ABSENT, 2, 3), (READ, 1, 4, 5)),
         history((MAYBE, 1, 0, 1), (READ, ABSENT, 2, 3)),
+        history((WRITE, 1, 0, 5), (PRESENT, ABSENT, 1, 2), (READ, 1, 3, 4)),
     ],
 )
 def test_a_history_that_some_order_explains_is_accepted(operations: list[Operation]) -> None:
@@ -40,6 +41,7 @@ def test_a_history_that_some_order_explains_is_accepted(operations: list[Operati
         history((WRITE, ABSENT, 0, 1)),
         history((WRITE, 1, 0, 1), (WRITE, ABSENT, 2, 3), (WRITE, ABSENT, 4, 5)),
         history((MAYBE, 1, 4, 5), (READ, 1, 0, 1)),
+        history((WRITE, 1, 0, 5), (PRESENT, ABSENT, 1, 2), (READ, ABSENT, 3, 4)),
     ],
 )
 def test_a_history_that_no_order_explains_is_refused(operations: list[Operation]) -> None:

@@ -28,7 +28,7 @@ from lmcache_core.storage.contract import (
 )
 from lmcache_core_conformance.values import PAGE
 
-_NOISE = hashlib.shake_128(b"noise").digest(16 * PAGE)
+_NOISE = 16 * hashlib.shake_128(b"noise").digest(16 * PAGE)
 _SETTLING_S = 0.25
 """How long after its deadline a call that gives up there may take to say so."""
 
@@ -114,7 +114,9 @@ class Buffer:
         return self._memory
 
     def _noise(self) -> bytes:
-        return (_NOISE * (self._nbytes // len(_NOISE) + 1))[: self._nbytes]
+        if self._nbytes > len(_NOISE):
+            return (_NOISE * (self._nbytes // len(_NOISE) + 1))[: self._nbytes]
+        return _NOISE[: self._nbytes]
 
 
 class RecordingCall:

@@ -58,21 +58,21 @@ class Capacity(Group):
         store = self.bench.open(capacity_bytes=self.bench.harness.small_capacity_bytes)
         key, first = self._values()[0]
         nbytes = max(len(first) // PAGE, 2) * PAGE
+        values = [value_of(key, n, self.bench.fit(nbytes // PAGE - n)) for n in range(2)]
         for version in range(_VALUES_TO_FILL * 2):
-            value = value_of(key, version, self.bench.fit((nbytes // PAGE) - version % 2))
-            status = store.put(key, value).status
+            status = store.put(key, values[version % 2]).status
             check(status is Status.OK, f"overwrite {version} of the only value, with room: {status.name}")
 
     @needs("delete")
     def test_refused_puts_cost_no_room(self) -> None:
         """A full tier is asked again and again: what each refusal takes is missing when room was made."""
         store, stored = self._fill()
-        nbytes = len(stored[0][1])
-        for n in range(_VALUES_TO_FILL):
+        value = stored[0][1]
+        for n in range(_VALUES_TO_FILL // 2):
             other = key_named(f"refused {n % 3}")
-            store.put(other, value_of(other, n, nbytes * 4))
+            store.put(other, 4 * value)
             with deadline_of(store, -1.0):
-                store.put(other, value_of(other, n, nbytes))
+                store.put(other, value)
             if store.stat(other).status is Status.OK:  # a store that found a place for it after all
                 store.delete(other)
         for _ in range(2):
