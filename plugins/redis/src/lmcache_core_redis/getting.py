@@ -91,11 +91,11 @@ class Getter:
                 if reading.answered:
                     break
                 asked.add(piece)
-                yield _Request(reading, field(piece), piece, guess.piece_nbytes)
+                yield _Request(reading, field(piece), piece, guess.piece(piece)[1])
             if (meta := reading.meta) is not None:
                 for piece in reading.wanted(meta):
                     if piece not in asked:
-                        yield _Request(reading, field(piece), piece, meta.piece_nbytes)
+                        yield _Request(reading, field(piece), piece, meta.piece(piece)[1])
             yield _Request(reading, None)
 
 
