@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The kernels on a GPU, in one command and under 4 minutes. Needs nvcc, g++ and python3 (its standard library).
+#
+#   kernels/gpu_check.sh [OUTPUT]     OUTPUT: also keep what it prints, such as benchmarks/results/kernels_gpu.md
+#
+# Builds for sm_90, runs the host twin of the device's body, then the matrix of layouts against the reference with
+# fresh data and poisoned outputs, a small one under compute-sanitizer, and prints rates beside plain copies.
+# Without a GPU it stops after the twin, says so, and succeeds: it builds, and its index arithmetic is right.
+set -euo pipefail
+cd "$(dirname "$0")"
+[ $# -eq 0 ] || exec > >(tee "$1") 2>&1
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+
+nvcc -arch=sm_90 -std=c++17 -O3 -Iinclude -DLMCK_BUILT_FOR='"sm_90"' csrc/device.cu gpu/check.cu -o "$build/check"
+echo "built for sm_90 by $(nvcc --version | grep -o 'release [0-9.]*')"
+
+compile() { g++ -std=c++17 -O2 -fPIC -Iinclude -Icsrc -isystem third_party/xxhash -w "$@"; }
+x86=; isa="baseline:kBaseline"
+if [ "$(uname -m)" = x86_64 ]; then x86=-DLMCK_X86; isa="$isa avx2:kAvx2:-mavx2 avx512:kAvx512:-mavx512f"; fi
+for set in $isa; do
+  IFS=: read -r name table flag <<< "$set"
+  compile $flag -DLMCK_ISA="$name" -DLMCK_TABLE="$table" -c csrc/isa.cpp -o "$build/$name.o"
+done
+compile $x86 -shared csrc/host.cpp "$build"/*.o -o "$build/libhost.so" -lpthread
+echo "host and twin: $(PYTHONPATH=src python3 tests/matrix.py "$build/libhost.so" "$RANDOM" 20)"
+
+if ! nvidia-smi > /dev/null 2>&1; then
+  echo "no GPU here: nothing was run on one"
+  exit 0
+fi
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+"$build/check" matrix "$RANDOM" 100
+if command -v compute-sanitizer > /dev/null; then
+  compute-sanitizer --error-exitcode 1 "$build/check" matrix 1 2
+else
+  echo "compute-sanitizer is not there: left out"
+fi
+"$build/check" rates
