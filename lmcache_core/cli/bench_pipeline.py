@@ -204,6 +204,7 @@ def draw(timeline: Timeline, file: Path) -> None:
             height=0.4,
             label=name,
         )
+    axes.set_xlim(left=0)
     axes.invert_yaxis()
     axes.set_xlabel("ms since the load began")
     axes.set_ylabel("layer")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,7 @@ from lmcache_core.engine.loading import Loader
 from lmcache_core.engine.masks import skipped_tokens
 from lmcache_core.engine.plan import Plan, plan_hit
 from lmcache_core.engine.prefetch import Prefetch
+from lmcache_core.engine.recent import RecentContents
 from lmcache_core.engine.results import (
     EngineStats,
     KVSource,
@@ -32,12 +32,10 @@ from lmcache_core.engine.storing import Storer
 from lmcache_core.errors import ConfigError
 from lmcache_core.events import Event, EventBus, LookedUp, Observer
 from lmcache_core.identity import Content, Extra, ModelRecord, Part, Tokens
-from lmcache_core.identity.tokens import token_bytes
 from lmcache_core.registry import Registry, discover
 from lmcache_core.tiers import MemoryTier, Tier, TierChain, build_chain
 
 CLOSE_DEADLINE_S = 30.0
-REMEMBERED_REQUESTS = 8
 PIN_ATTEMPTS = 4
 LONGEST_WAIT_S = 1e6
 
@@ -94,7 +92,7 @@ class CacheEngine:
             allocate_deadline_s=self.config.allocate_deadline,
         )
         self._loader = Loader(self._chain, self._shape, self._events.emit, tails=self.config.tails)
-        self._remembered: deque[tuple[bytes, Content]] = deque(maxlen=REMEMBERED_REQUESTS)
+        self._recent = RecentContents(model)
         self._closed = False
 
     # -- requests --------------------------------------------------------------------------------
@@ -368,7 +366,6 @@ class CacheEngine:
         return Plan.nothing(plan), ""
 
     def _content(self, request: Content | Tokens) -> Content:
-        """The request's content; tokens seen lately aren't hashed again."""
         if isinstance(request, Content):
             if request.model.digest != self.model.digest:
                 raise ValueError(
@@ -381,14 +378,7 @@ class CacheEngine:
                     f"names don't: {request.not_persistent_reason}"
                 )
             return request
-        raw = token_bytes(request)
-        for known, content in reversed(tuple(self._remembered)):
-            if known == raw:
-                return content
-        content = Content(self.model)
-        content.extend(memoryview(raw).cast("i"))
-        self._remembered.append((raw, content))
-        return content
+        return self._recent.of(request)
 
     def _skip(self, content: Content, mask: Sequence[bool] | None) -> int:
         return skipped_tokens(mask, content.num_tokens, self.model.chunk_tokens)

@@ -21,6 +21,7 @@ CHUNK_ONLY = prompt(1, CHUNK)
 WITH_TAIL = prompt(1, CHUNK + 16)
 OTHERS = [prompt(seed, 2 * CHUNK) for seed in (5, 6, 7)]
 PATIENCE_S = 20.0
+PACKAGES = ("lmcache_core", "threading")
 PRIVATE = Capabilities(medium="network", delete=True, scan=True, persistent=True, max_in_flight=2)
 RANGED = replace(PRIVATE, ranged=True)
 SHARED = Capabilities(medium="network", shared=True, persistent=True, max_in_flight=2)
@@ -102,7 +103,7 @@ def test_after_ctrl_c_anywhere_the_next_calls_work_and_all_books_agree(
         while True:
             prepare(engine, tokens)
             quiet(engine)
-            where = interrupt_at(number, "lmcache_core", lambda: work(engine, tokens))
+            where = interrupt_at(number, PACKAGES, lambda: work(engine, tokens))
             if where is None:
                 break
             place = f"{where} (number {number})"

@@ -13,8 +13,8 @@ _CHECKS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWA
 _STARTS, _CAME_BACK = -1, -2
 
 
-def interrupt_at(number: int, package: str, work: Callable[[], object]) -> str | None:
-    """Runs `work` and raises KeyboardInterrupt in it at the `number`-th such place in `package`'s code.
+def interrupt_at(number: int, packages: str | tuple[str, ...], work: Callable[[], object]) -> str | None:
+    """Runs `work` and raises KeyboardInterrupt in it at the `number`-th such place in code of `packages`.
 
     Returns where that was, or None when `work` ended before it got there. Any other error goes through.
     """
@@ -23,7 +23,7 @@ def interrupt_at(number: int, package: str, work: Callable[[], object]) -> str |
     before: dict[FrameType, int] = {}
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_globals.get("__name__", "").startswith(package):
+        if not frame.f_globals.get("__name__", "").startswith(packages):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
