@@ -76,11 +76,16 @@ class BareDriver:
     """A hash of pieces a value: written whole in a transaction, read piece by piece, two on their way."""
 
     def __init__(
-        self, connections: Sequence[BareConnection], node_of: Callable[[str], int], space: str
+        self,
+        connections: Sequence[BareConnection],
+        node_of: Callable[[str], int],
+        space: str,
+        piece_nbytes: int = PIECE_NBYTES,
     ) -> None:
         self._connections = connections
         self._node_of = node_of
         self._space = space
+        self._piece_nbytes = piece_nbytes
 
     @property
     def description(self) -> str:
@@ -88,7 +93,7 @@ class BareDriver:
 
     def put(self, name: str, value: memoryview) -> None:
         key, connection = self._find(name)
-        pieces = cut(value)
+        pieces = cut(value, self._piece_nbytes)
         connection.send(b"MULTI")
         connection.send(b"UNLINK", key)
         for number, piece in enumerate(pieces):
@@ -104,7 +109,7 @@ class BareDriver:
     def put_aside(self, name: str, value: memoryview) -> None:
         """The other way to write a value whole: under another name, which then becomes its own."""
         key, connection = self._find(name)
-        aside, pieces = key + b"aside", cut(value)
+        aside, pieces = key + b"aside", cut(value, self._piece_nbytes)
         for number, piece in enumerate(pieces):
             connection.send(b"HSET", aside, b"%d" % number, piece)
         connection.send(b"UNLINK", key)  # RENAME would free a large value on the server's only thread
@@ -115,7 +120,7 @@ class BareDriver:
 
     def get(self, name: str, target: memoryview) -> None:
         key, connection = self._find(name)
-        pieces = cut(target)
+        pieces = cut(target, self._piece_nbytes)
         for number in range(min(AHEAD, len(pieces))):
             connection.send(b"HGET", key, b"%d" % number)
         for number, piece in enumerate(pieces, AHEAD):
@@ -132,5 +137,5 @@ class BareDriver:
         return key.encode(), self._connections[self._node_of(key)]
 
 
-def cut(value: memoryview) -> list[memoryview]:
-    return [value[start : start + PIECE_NBYTES] for start in range(0, len(value), PIECE_NBYTES)]
+def cut(value: memoryview, piece_nbytes: int = PIECE_NBYTES) -> list[memoryview]:
+    return [value[start : start + piece_nbytes] for start in range(0, len(value), piece_nbytes)]

@@ -15,7 +15,7 @@ from lmcache_core_conformance import Fault, Harness
 from lmcache_core_redis.backend import RedisBackend
 
 from . import behind
-from .bare import BareConnection, BareDriver
+from .bare import PIECE_NBYTES, BareConnection, BareDriver
 from .servers import free_ports
 from .sites import Site, TlsSite
 from .users import NAMESPACES, NARROW, NARROW_PASSWORD, TIER, TIER_PASSWORD, WRONG_PASSWORD
@@ -92,7 +92,9 @@ class SiteHarness(Harness):
             context = ssl.create_default_context(cafile=certificates.authority)
             context.load_cert_chain(certificates.client, certificates.client_key)
         connections = [BareConnection(port, TIER, TIER_PASSWORD, context) for port in self.site.proxy.ports]
-        return BareDriver(connections, self.site.node_of, _namespace(tmp))
+        piece_nbytes = self._extra.get("piece_bytes", PIECE_NBYTES)
+        assert isinstance(piece_nbytes, int)
+        return BareDriver(connections, self.site.node_of, _namespace(tmp), piece_nbytes)
 
     def faulty(self, tmp: Path, fault: Fault) -> AbstractContextManager[None]:
         site = self.site

@@ -1,4 +1,4 @@
-"""The same over a real Valkey, with values of several pieces: a piece holds two pages."""
+"""The same over a real Valkey, with values of several pieces: a piece holds sixteen pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BINARY = require("valkey")
 
 class ValkeyHarness(SiteHarness):
     def __init__(self) -> None:
-        super().__init__(lambda settings: Site(BINARY, settings), {"piece_bytes": "64KiB"})
+        super().__init__(lambda settings: Site(BINARY, settings), {"piece_bytes": 64 << 10})
 
 
 class TestValkey(BackendConformance):
