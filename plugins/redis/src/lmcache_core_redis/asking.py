@@ -19,22 +19,25 @@ def stat(link: Link, indexes: Sequence[int], batch: Batch) -> None:
         name = batch.names[index]
         commands += ((b"HGET", name, META), (b"HLEN", name))
     link.send(commands)
-    for index in indexes:
-        described, count = link.reply(), link.reply()
+    replies = link.replies(len(commands))
+    found: dict[int, Outcome] = {}  # values have few lengths
+    for index, described, count in zip(indexes, replies[::2], replies[1::2], strict=True):
         error = described if isinstance(described, ServerError) else count
         if isinstance(error, ServerError):
             _settle_error(link, index, error, batch, "stat")
         else:
             meta = sound(described, count)
-            found = MISS if meta is None else Outcome(status=Status.OK, nbytes=meta.nbytes)
-            batch.done(index, found)
+            if meta is None:
+                batch.done(index, MISS)
+                continue
+            outcome = found.get(meta.nbytes) or Outcome(status=Status.OK, nbytes=meta.nbytes)
+            batch.done(index, found.setdefault(meta.nbytes, outcome))
 
 
 def delete(link: Link, indexes: Sequence[int], batch: Batch) -> None:
     """The server frees the memory in the background."""
     link.send([(b"UNLINK", batch.names[index]) for index in indexes])
-    for index in indexes:
-        reply = link.reply()
+    for index, reply in zip(indexes, link.replies(len(indexes)), strict=True):
         if isinstance(reply, ServerError):
             _settle_error(link, index, reply, batch, "delete")
         else:

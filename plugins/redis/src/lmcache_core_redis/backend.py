@@ -17,6 +17,7 @@ from lmcache_core.sdk import (
     Item,
     NotSupported,
     Page,
+    Status,
     StorageKey,
 )
 from lmcache_core_redis import asking, opening, scanning
@@ -166,8 +167,9 @@ class RedisBackend(Backend[RedisConfig]):
         for redirect in batch.redirects:
             batch.fail([redirect.index], self._where(redirect.node).of_server(redirect.error))
         with self._lock:
-            for status, count in batch.statuses.items():
-                self._counters[f"{op}_{status.value}"] += count
+            for status in Status:
+                if count := batch.statuses.count(status):
+                    self._counters[f"{op}_{status.value}"] += count
 
     def _run_on(
         self, node: Node, indexes: Sequence[int], batch: Batch, run: Run, *, asking: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,12 +32,12 @@ class Batch:
         self.call = call
         self.redirects: list[Redirect] = []
         self.misled = False  # a server answered that isn't the one to ask any more
-        self.statuses: Counter[Status] = Counter()
+        self.statuses: list[Status] = []
         self._open = set(range(len(keys)))
 
     def done(self, index: int, outcome: Outcome) -> None:
         self._open.discard(index)
-        self.statuses[outcome.status] += 1
+        self.statuses.append(outcome.status)
         self.call.done(index, outcome)
 
     def fail(self, indexes: Sequence[int], error: BackendError) -> None:

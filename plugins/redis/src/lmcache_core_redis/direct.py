@@ -35,6 +35,9 @@ class DirectLink(Link):
     def _reply(self) -> Reply:
         return self._receiver.reply()
 
+    def _replies(self, count: int) -> list[Reply]:
+        return self._receiver.replies(count)
+
     def _array(self) -> int | ServerError | None:
         return self._receiver.array()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lmcache_core.sdk import StorageKey, storage_key
 
@@ -42,23 +43,27 @@ class Names:
         return _key(name[len(head) : -1])
 
 
-@dataclass(frozen=True, slots=True)
-class Meta:
+class Meta(NamedTuple):
     """What a value's field `m` says."""
 
     version: bytes
     nbytes: int
     piece_nbytes: int
     num_pieces: int
-    parent: StorageKey | None
+    parent_text: bytes
 
     @classmethod
     def of(cls, version: bytes, nbytes: int, piece_nbytes: int, parent: StorageKey | None) -> Meta:
-        return cls(version, nbytes, piece_nbytes, -(-nbytes // piece_nbytes), parent)
+        return cls(version, nbytes, piece_nbytes, -(-nbytes // piece_nbytes), (parent or "").encode())
+
+    @property
+    def parent(self) -> StorageKey | None:
+        """The key this value's tokens follow, if one was given."""
+        return _key(self.parent_text)
 
     def encode(self) -> bytes:
         head = _HEAD.pack(_FORMAT, self.version, self.nbytes, self.piece_nbytes, self.num_pieces)
-        return head + (self.parent or "").encode()
+        return head + self.parent_text
 
     @classmethod
     def decode(cls, text: bytes) -> Meta | None:
@@ -67,7 +72,7 @@ class Meta:
             return None
         format_, version, nbytes, piece_nbytes, num_pieces = _HEAD.unpack_from(text)
         sound = format_ == _FORMAT and nbytes and piece_nbytes and num_pieces == -(-nbytes // piece_nbytes)
-        return cls(version, nbytes, piece_nbytes, num_pieces, _key(text[_HEAD.size :])) if sound else None
+        return cls(version, nbytes, piece_nbytes, num_pieces, text[_HEAD.size :]) if sound else None
 
     def piece(self, index: int) -> tuple[int, int]:
         """Offset and length of piece `index`."""

@@ -39,6 +39,12 @@ class Link(ABC):
         self._take_leave()
         return self._reply()
 
+    def replies(self, count: int) -> list[Reply]:
+        """The next `count` replies."""
+        if self._asking or self._elements:
+            return [self.reply() for _ in range(count)]
+        return self._replies(count)
+
     def array(self) -> int | ServerError | None:
         """The number of replies in the array that comes next; they are taken one by one."""
         self._take_leave()
@@ -75,6 +81,9 @@ class Link(ABC):
 
     @abstractmethod
     def _reply(self) -> Reply: ...
+
+    def _replies(self, count: int) -> list[Reply]:
+        return [self._reply() for _ in range(count)]
 
     @abstractmethod
     def _array(self) -> int | ServerError | None: ...

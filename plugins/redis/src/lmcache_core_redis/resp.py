@@ -21,7 +21,9 @@ Place = Callable[[int], Sequence[memoryview]]
 _READ_NBYTES = 1 << 14  # more would be copied twice where a long string follows
 _MAX_REPLY_NBYTES = 1 << 24  # of a reply that isn't placed: names, small fields
 _MAX_ELEMENTS = 1 << 20
+_MAX_INTEGER = (1 << 63) - 1
 _CRLF = b"\r\n"
+_BULK, _INTEGER = b"$:"
 
 
 class ServerError(ResponseError):
@@ -40,21 +42,22 @@ def encode(commands: Iterable[Command]) -> list[Buffer]:
     """The commands as they go over the wire. Memory isn't copied: it stands in the list as it is."""
     buffers: list[Buffer] = []
     text: list[bytes] = []
+    write = text.append
     for command in commands:
-        text.append(b"*%d\r\n" % len(command))
+        write(b"*%d\r\n" % len(command))
         for argument in command:
             if isinstance(argument, bytes):
-                text.append(b"$%d\r\n%b\r\n" % (len(argument), argument))
+                write(b"$%d\r\n%b\r\n" % (len(argument), argument))
                 continue
-            text.append(b"$%d\r\n" % sum(map(len, argument)))
+            write(b"$%d\r\n" % sum(map(len, argument)))
             for part in argument:
                 if isinstance(part, bytes):
-                    text.append(part)
+                    write(part)
                 else:
                     buffers.append(b"".join(text))
                     buffers.append(part)
                     text.clear()
-            text.append(_CRLF)
+            write(_CRLF)
     if text:
         buffers.append(b"".join(text))
     return buffers
@@ -110,12 +113,33 @@ class Receiver(BaseParser):
             length = _number(text, _MAX_ELEMENTS)
             return None if length < 0 else [self.reply() for _ in range(length)]
         if kind == b":":
-            return _number(text, 1 << 63)
+            return _number(text, _MAX_INTEGER)
         if kind == b"+":
             return text
         if kind == b"-":
             return ServerError(text.decode("utf-8", errors="replace"))
         raise InvalidResponse(f"not a reply: {kind + text[:40]!r}")
+
+    def replies(self, count: int) -> list[Reply]:
+        """The next `count` replies: quickly where they are many and small."""
+        replies: list[Reply] = []
+        buffer = self._buffer
+        while len(replies) < count:
+            start, end = self._start, self._end
+            at = buffer.find(_CRLF, start, end)
+            kind = buffer[start] if at > start else 0
+            if kind == _BULK and (length := _number(buffer[start + 1 : at], _MAX_REPLY_NBYTES)) >= 0:
+                first, last = at + 2, at + 2 + length
+                if buffer.find(_CRLF, last, min(last + 2, end)) == last:
+                    replies.append(bytes(buffer[first:last]))
+                    self._start = last + 2
+                    continue
+            elif kind == _INTEGER:
+                replies.append(_number(buffer[start + 1 : at], _MAX_INTEGER))
+                self._start = at + 2
+                continue
+            replies.append(self.reply())
+        return replies
 
     def array(self) -> int | ServerError | None:
         """The number of replies in the array that comes next; those are left to be taken."""
@@ -195,7 +219,7 @@ class Receiver(BaseParser):
         return self._sock
 
 
-def _number(text: bytes, limit: int) -> int:
+def _number(text: bytes | bytearray, limit: int) -> int:
     try:
         number = int(text)
     except ValueError:

@@ -91,8 +91,8 @@ def _entries(link: Link, names: Names, keys: Sequence[StorageKey]) -> list[Entry
         commands += ((b"HGET", names.value(key), META), (b"HLEN", names.value(key)))
     link.send(commands)
     entries = []
-    for key in keys:
-        described, count = link.reply(), link.reply()
+    replies = link.replies(len(commands))
+    for key, described, count in zip(keys, replies[::2], replies[1::2], strict=True):
         if (meta := sound(described, count)) is not None:
             entries.append(Entry(key=key, nbytes=meta.nbytes, parent=meta.parent))
     return entries

@@ -95,7 +95,7 @@ class _Sent:
 
 
 def _settle(link: Link, sent: _Sent, batch: Batch) -> None:
-    replies = [link.reply() for _ in range(sent.num_replies)]
+    replies = link.replies(sent.num_replies)
     error = _first_error(replies)
     if error is not None:
         if not batch.redirected(sent.index, error, link.node):
