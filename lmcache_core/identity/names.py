@@ -10,21 +10,21 @@ from lmcache_core.identity.tokens import Tokens
 
 
 class NamedContent(Content):
-    """A prefix of a request as its chunks' hashes and that of at most one tail, without tokens or salt.
+    """A prefix of a request as its chunks' hashes and those of tails after them, without tokens or salt.
 
     It can be stored, looked up and retrieved like the content it was taken from, but doesn't grow.
     """
 
-    __slots__ = ("_tail",)
+    __slots__ = ("_tails",)
 
     def __init__(
-        self, model: ModelRecord, hashes: Sequence[bytes], tail: tuple[int, bytes] | None = None
+        self, model: ModelRecord, hashes: Sequence[bytes], tails: Sequence[tuple[int, bytes]] = ()
     ) -> None:
         self._start(model, b"", b"", None)
         self.root = b""  # not known here, nor needed: the hashes hang on it
         self._hashes = list(hashes)
-        self._tail = tail
-        self._num_tokens = len(self._hashes) * model.chunk_tokens + (tail[0] if tail is not None else 0)
+        self._tails = list(tails)  # (number of tokens, hash), longest first
+        self._num_tokens = len(self._hashes) * model.chunk_tokens + (tails[0][0] if tails else 0)
 
     @classmethod
     def of(cls, content: Content, num_tokens: int) -> NamedContent:
@@ -35,13 +35,17 @@ class NamedContent(Content):
         """
         num_chunks, rest = divmod(num_tokens, content.model.chunk_tokens)
         hashes = content.hashes[:num_chunks]
-        tail = None
+        tails: list[tuple[int, bytes]] = []
         if rest and len(hashes) == num_chunks:
-            named = [tail for tail in content.tail_hashes_after(num_chunks) if tail[0] == rest]
-            tail = named[0] if named else None
-        if len(hashes) < num_chunks or (rest and tail is None):
+            tails = [tail for tail in content.tail_hashes_after(num_chunks) if tail[0] == rest]
+        if len(hashes) < num_chunks or (rest and not tails):
             raise ValueError(f"no name of a content of {content.num_tokens} tokens ends at {num_tokens}")
-        return cls(content.model, hashes, tail)
+        return cls(content.model, hashes, tails)
+
+    @classmethod
+    def whole(cls, content: Content) -> NamedContent:
+        """All whole chunks of `content`, and all tails after them."""
+        return cls(content.model, content.hashes, content.tail_hashes_after(content.num_chunks))
 
     @property
     def tokens(self) -> memoryview:
@@ -53,7 +57,7 @@ class NamedContent(Content):
     def tail_hashes_after(self, num_chunks: int) -> list[tuple[int, bytes]]:
         if not 0 <= num_chunks <= self.num_chunks:
             raise IndexError(f"{num_chunks} whole chunks of {self.num_chunks}")
-        return [self._tail] if self._tail is not None and num_chunks == self.num_chunks else []
+        return list(self._tails) if num_chunks == self.num_chunks else []
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (NamedContent, (self.model, tuple(self._hashes), self._tail))
+        return (NamedContent, (self.model, tuple(self._hashes), tuple(self._tails)))

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from lmcache_core.connectors.vllm.lookups import LocalLookups
-from lmcache_core.connectors.vllm.metadata import ReportMetadata, StepMetadata
+from lmcache_core.connectors.vllm.lookups import LocalLookups, Lookups
+from lmcache_core.connectors.vllm.metadata import AddressMetadata, ReportMetadata, StepMetadata
 from lmcache_core.connectors.vllm.plan import Step
 from lmcache_core.connectors.vllm.rank import close_rank, engine_here, open_rank
+from lmcache_core.connectors.vllm.ranks import RankAddress, RankLookups
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
-from lmcache_core.connectors.vllm.settings import read_settings
+from lmcache_core.connectors.vllm.server import LookupServer
+from lmcache_core.connectors.vllm.settings import cache_config, read_settings
 from lmcache_core.connectors.vllm.support import attention_spec, check_config
 from lmcache_core.connectors.vllm.versions import check_version
 from lmcache_core.connectors.vllm.worker import WorkerSide
@@ -66,9 +68,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_config(vllm_config)
         self._spec = attention_spec(kv_cache_config)
         self._worker: WorkerSide | None = None
+        self._server: LookupServer | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler()
+            self._warn()
+            engine = engine_here(self._transfer.engine_id)
+            if engine is not None:  # the one worker shares this process
+                self._scheduler = self._make_scheduler(LocalLookups(engine))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -112,11 +118,34 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.forget(os.urandom(16))
         return True
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], AddressMetadata]) -> None:
+        """Takes the addresses of all ranks: {(stage, rank in the stage): address}."""
+        if self._scheduler is None:
+            addresses = [metadata[place].address for place in sorted(metadata)]
+            self._scheduler = self._make_scheduler(RankLookups(addresses))
+
     # -- the workers' hooks ----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = open_rank(self._vllm_config, self._kv_cache_config, kv_caches, self._settings)
-        self._worker = WorkerSide(rank.engine, rank.blocks, rank.block_tokens)
+        self._worker = WorkerSide(rank.engine, rank.blocks, rank.block_tokens, rank=rank.number)
+
+    def get_handshake_metadata(self) -> AddressMetadata | None:
+        """Where the scheduler reaches this rank's lookups, unless it shares the process."""
+        parallel = self._vllm_config.parallel_config
+        engine = engine_here(self._transfer.engine_id)
+        alone = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
+        if engine is None or alone:
+            return None
+        self._server = self._server or LookupServer(engine)
+        return AddressMetadata(
+            RankAddress(
+                path=self._server.path,
+                nonce=self._server.nonce,
+                model_json=engine.model.to_json(),
+                has_far_tiers=len(engine.config.tiers) > len(engine.memory_tiers),
+            )
+        )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -147,6 +176,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Lets go of all requests; the worker closes its engine, which writes what waits."""
         if self._scheduler is not None:
             self._scheduler.close()
+        if self._server is not None:
+            self._server.close()
         if self._worker is not None:
             self._worker = None
             close_rank(self._transfer.engine_id)
@@ -156,26 +187,24 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.plan_saves(step, scheduler_output)
 
-    def _make_scheduler(self) -> SchedulerSide | None:
-        engine = engine_here(self._transfer.engine_id)
-        if engine is None:
-            log.warning(
-                "the workers run in processes of their own, which is not supported yet: no KV is kept"
-            )
-            return None
-        if self._transfer.is_kv_consumer and self._transfer.kv_load_failure_policy != "recompute":
-            log.warning(
-                "kv_load_failure_policy is %r: a request whose KV is lost after it was promised will fail; "
-                'set it to "recompute"',
-                self._transfer.kv_load_failure_policy,
-            )
+    def _make_scheduler(self, lookups: Lookups) -> SchedulerSide:
+        config = cache_config(self._settings, self._spec.block_size)
         return SchedulerSide(
-            LocalLookups(engine),
+            lookups,
             self._spec.block_size,
             loads=self._transfer.is_kv_consumer,
             saves=self._transfer.is_kv_producer,
-            tails=engine.config.tails,
+            tails=config.tails,
             prefetch_deadline_s=self._settings.prefetch_deadline,
             prefetches=self._settings.prefetches,
-            pin_ttl_s=engine.config.pin_ttl,
+            pin_ttl_s=config.pin_ttl,
         )
+
+    def _warn(self) -> None:
+        policy = self._transfer.kv_load_failure_policy
+        if self._transfer.is_kv_consumer and policy != "recompute":
+            log.warning(
+                "kv_load_failure_policy is %r: a request whose KV is lost after it was promised will fail; "
+                'set it to "recompute"',
+                policy,
+            )

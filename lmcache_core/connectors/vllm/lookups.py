@@ -44,6 +44,10 @@ class Lookups(Protocol):
     def has_far_tiers(self) -> bool:
         """Whether `bring_near` can bring anything."""
 
+    @property
+    def several_ranks(self) -> bool:
+        """Whether one rank can fail to load what another loads."""
+
     def hold(self, content: Content, limit: int) -> Held:
         """Pins the longest prefix, at most `limit` tokens, that every rank has in memory."""
 
@@ -53,9 +57,13 @@ class Lookups(Protocol):
     def bring_near(self, content: Content) -> Arrival:
         """Starts bringing the longest prefix into memory."""
 
+    def close(self) -> None: ...
+
 
 class LocalLookups:
     """The one rank's engine is in this process."""
+
+    several_ranks = False
 
     def __init__(self, engine: CacheEngine) -> None:
         self._engine = engine
@@ -76,3 +84,6 @@ class LocalLookups:
 
     def bring_near(self, content: Content) -> Arrival:
         return self._engine.prefetch(content)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,12 +1,17 @@
-"""Our plans and reports as vLLM carries them between the scheduler and the workers."""
+"""What our sides tell each other, as vLLM carries it between the scheduler and the workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from lmcache_core.connectors.vllm.plan import Report, Step
+from lmcache_core.connectors.vllm.ranks import RankAddress
 
 
 @dataclass
@@ -26,3 +31,10 @@ class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """One report of several ranks."""
         assert isinstance(other, ReportMetadata)
         return ReportMetadata(self.report.with_rank(other.report))
+
+
+@dataclass
+class AddressMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Workers to scheduler, once, when the workers run in processes of their own."""
+
+    address: RankAddress

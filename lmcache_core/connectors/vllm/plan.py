@@ -39,19 +39,23 @@ class Step:
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    reports_seen: int = 0
-    """How many reports of failed loads the scheduler had dealt with when it planned this step."""
+    number: int = 0
+    """Counts the steps, from 1."""
+    confirmed: int = 0
+    """The last step with loads whose report the scheduler had dealt with when it planned this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Loads that failed in a step: request id → its first token that wasn't loaded."""
+    """How a step's loads went; every step that has some is reported."""
 
+    step: int
     failed: Mapping[str, int]
+    """Request id → its first token that wasn't loaded."""
 
     def with_rank(self, other: Report) -> Report:
         """The report of both ranks."""
         failed = dict(self.failed)
         for request_id, first in other.failed.items():
             failed[request_id] = min(first, failed.get(request_id, first))
-        return Report(failed=failed)
+        return Report(step=max(self.step, other.step), failed=failed)

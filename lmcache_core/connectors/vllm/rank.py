@@ -29,6 +29,8 @@ _engines: dict[str, CacheEngine] = {}  # by vLLM's engine id; one rank a process
 class Rank:
     """What one worker needs to move KV."""
 
+    number: int
+    """Among all ranks of the engine."""
     engine: CacheEngine
     blocks: OpaqueBlocks
     block_tokens: int
@@ -69,7 +71,8 @@ def open_rank(
     with _lock:
         _engines[vllm_config.kv_transfer_config.engine_id] = engine
     log.info("KV of %s, part %s\n%s", vllm_config.model_config.model, engine.part, engine.stats())
-    return Rank(engine, blocks, spec.block_size)
+    parallel = vllm_config.parallel_config
+    return Rank(parallel.rank % parallel.world_size, engine, blocks, spec.block_size)
 
 
 def engine_here(engine_id: str) -> CacheEngine | None:

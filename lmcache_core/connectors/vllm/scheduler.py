@@ -71,7 +71,9 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._arrivals: list[Arrival] = []  # that may still run, at most `prefetches`
         self._pending: list[Load] = []  # promised since the last step was planned
-        self._num_reports = 0
+        self._step = 0
+        self._last_load = 0  # the last step with loads
+        self._confirmed = 0  # the last one whose report came
 
     # -- the life of a request -------------------------------------------------------------------
 
@@ -127,13 +129,19 @@ class SchedulerSide:
 
     def step(self) -> Step:
         """The plan for the step that vLLM has just scheduled, with what was promised since the last."""
-        step = Step(loads=self._pending, reports_seen=self._num_reports)
-        self._pending = []
+        self._step += 1
+        step = Step(loads=self._pending, number=self._step, confirmed=self._confirmed)
+        if self._pending:
+            self._last_load, self._pending = self._step, []
         return step
 
     def plan_saves(self, step: Step, scheduled: Any) -> None:
-        """Adds what the step completes."""
-        if not self._saves:
+        """Adds what the step completes.
+
+        With several ranks nothing is saved until it is known that all could load what was promised: a rank
+        that could would keep KV that it computed with one that couldn't.
+        """
+        if not self._saves or (self._lookups.several_ranks and self._last_load > self._confirmed):
             return
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
@@ -145,8 +153,8 @@ class SchedulerSide:
                 step.saves.append(Save(request_id=request_id, content=content, block_ids=list(blocks[0])))
 
     def reported(self, report: Report) -> None:
-        """Takes the workers' report of failed loads: what failed once isn't tried again for that request."""
-        self._num_reports += 1
+        """Takes the workers' report: what failed once isn't tried again for that request."""
+        self._confirmed = max(self._confirmed, report.step)
         for request_id, first in report.failed.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
@@ -161,13 +169,15 @@ class SchedulerSide:
 
     def forget(self, epoch: bytes) -> None:
         """The model's weights may be others from now on: no KV of before is loaded, or saved later."""
-        self.close()
+        for request_id in list(self._tracked):
+            self.finished(request_id)
         self.contents.new_epoch(epoch)
 
     def close(self) -> None:
         """Lets go of all requests."""
         for request_id in list(self._tracked):
             self.finished(request_id)
+        self._lookups.close()
 
     # -- inside ----------------------------------------------------------------------------------
 

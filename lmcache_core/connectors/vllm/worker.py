@@ -24,44 +24,43 @@ class WorkerSide:
         self._block_tokens = block_tokens
         self._rank = rank
         self._near = engine.memory_tiers
-        self._failed: dict[str, int] = {}  # of this step
+        self._report: Report | None = None  # of this step
         self._failed_blocks: set[int] = set()  # of this step
-        self._num_reports = 0
         self._bad_blocks: dict[int, int] = {}
-        # Block id → number of the report that names it. Until the scheduler has dealt with that report,
-        # what is computed on such a block is not stored.
+        # Block id → the step in which it was promised and not filled. Until the scheduler has dealt with
+        # that step's report, what is computed on such a block is not stored.
 
     def load(self, step: Step) -> None:
         """Fills the blocks of everything promised for this step; what can't be had is reported."""
+        failed: dict[str, int] = {}
         for load in step.loads:
-            end = self._load(load)
+            end = max(self._load(load), load.first)
             if end < load.end:
-                blocks = load.block_ids[
-                    max(end, load.first) // self._block_tokens : -(-load.end // self._block_tokens)
-                ]
                 log.warning(
                     "request %s: %d promised tokens could not be loaded; they must be computed",
-                    *(load.request_id, load.end - max(end, load.first)),
+                    *(load.request_id, load.end - end),
                 )
-                self._failed[load.request_id] = end
+                failed[load.request_id] = end
+                blocks = load.block_ids[end // self._block_tokens : -(-load.end // self._block_tokens)]
                 self._failed_blocks.update(blocks)
-                self._bad_blocks.update(dict.fromkeys(blocks, self._num_reports + 1))
+                self._bad_blocks.update(dict.fromkeys(blocks, step.number))
+        if step.loads:
+            self._report = Report(step=step.number, failed=failed)
 
     def save(self, step: Step) -> None:
         """Takes what the step's forward has completed. The blocks may be reused when this returns."""
-        seen = step.reports_seen
-        self._bad_blocks = {block: number for block, number in self._bad_blocks.items() if number > seen}
+        if self._bad_blocks:
+            self._bad_blocks = {
+                block: number for block, number in self._bad_blocks.items() if number > step.confirmed
+            }
         for save in step.saves:
             if self._bad_blocks.keys().isdisjoint(save.block_ids):
                 self._save(save)
 
     def report(self) -> Report | None:
-        """The step's failed loads, once."""
-        if not self._failed:
-            return None
-        self._num_reports += 1
-        failed, self._failed = self._failed, {}
-        return Report(failed=failed)
+        """How the step's loads went, once."""
+        report, self._report = self._report, None
+        return report
 
     def failed_blocks(self) -> set[int]:
         """The step's blocks that were promised and not filled, once."""

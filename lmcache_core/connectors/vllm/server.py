@@ -1,0 +1,127 @@
+"""A rank's side of the lookup protocol: answers the scheduler from this rank's engine."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from pathlib import Path
+
+import msgspec
+
+from lmcache_core.connectors.vllm import wire
+from lmcache_core.engine import CacheEngine, Prefetch
+from lmcache_core.errors import LMCacheError
+from lmcache_core.identity import NamedContent
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 0.01
+
+
+class LookupServer:
+    """Listens on a socket that only this user can reach, and answers whoever knows the nonce.
+
+    One thread listens, one serves each connection; both are daemons.
+    """
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+        self._near = engine.memory_tiers
+        self.nonce = os.urandom(wire.NONCE_NBYTES)
+        self._folder = Path(tempfile.mkdtemp(prefix="lmcache-"))  # of mode 0700
+        self.path = str(self._folder / "rank")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()  # guards `_connections` and `_closed`
+        self._closed = False
+        try:
+            self._socket.bind(self.path)
+            Path(self.path).chmod(0o600)
+            self._socket.listen()
+            threading.Thread(target=self._listen, name="lmcache lookups", daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends all connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            connections, self._connections = self._connections, set()
+        for each in (self._socket, *connections):
+            try:
+                each.shutdown(socket.SHUT_RDWR)  # wakes its thread
+            except OSError:
+                log.debug("a socket was closed before")
+            each.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._connections.add(connection)
+            threading.Thread(
+                target=self._serve, args=(connection,), name="lmcache lookups", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        arrivals: dict[int, Prefetch] = {}
+        decoder = msgspec.msgpack.Decoder(wire.Call)
+        try:
+            nonce = wire.receive_exactly(connection, wire.NONCE_NBYTES)
+            while hmac.compare_digest(nonce, self.nonce):
+                wire.send(connection, self._answer(decoder.decode(wire.receive(connection)), arrivals))
+        except (wire.WireError, msgspec.MsgspecError) as error:
+            log.debug("a connection ended: %s", error)
+        except Exception:  # recorded boundary: a thread of its own
+            log.exception("a connection ended")
+        finally:
+            for arrival in arrivals.values():
+                arrival.cancel()
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, call: wire.Call, arrivals: dict[int, Prefetch]) -> object:
+        match call:
+            case wire.Hold(names, limit):
+                content = NamedContent(self._engine.model, names.hashes, names.tails)
+                found = self._engine.lookup(
+                    content, search_range=self._near, limit=limit, pin=True, owner="vllm"
+                )
+                return wire.Found(found.num_tokens, found.lookup_id)
+            case wire.Release(lookup_id):
+                try:
+                    self._engine.lookup_unpin(lookup_id)
+                except LMCacheError as error:
+                    log.warning("a lookup's pins were gone before its end: %s", error)
+                return True
+            case wire.BringNear(arrival_id, names):
+                content = NamedContent(self._engine.model, names.hashes, names.tails)
+                arrivals[arrival_id] = self._engine.prefetch(content)
+                return True
+            case wire.Arrived(arrival_id, wait_s):
+                arrival = arrivals.get(arrival_id)
+                if arrival is not None:
+                    arrival.wait(min(wait_s, MAX_WAIT_S))
+                    if not arrival.done:
+                        return False
+                    del arrivals[arrival_id]
+                return True
+            case wire.Cancel(arrival_id):
+                arrival = arrivals.pop(arrival_id, None)
+                if arrival is not None:
+                    arrival.cancel()
+                return True
