@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ _OWN = "lmcache_core_conformance"
 _NEVER_IN = ("threading", "contextlib", "random", "logging")
 _MOST_LINES_BETWEEN = 60
 _PATIENCE_S = 0.004  # the others may all wait for a lock that the stopped thread holds
+_MOST_PATIENCE_S = 1.0
 _LONGEST_STOP_S = 30.0
 _POLL_S = 0.1
 
@@ -61,7 +63,7 @@ def interrupt(
     while not reached.wait(_POLL_S):
         pass  # in steps, so that this thread can be stopped
     threads[1].start()
-    threads[1].join(_PATIENCE_S)
+    _let_run(threads[1])
     go_on.set()
     until = time.monotonic() + limit_s
     for thread in threads:
@@ -73,6 +75,31 @@ def interrupt(
             f"two calls wait for each other: neither had ended after {limit_s:.0f} s\n{where_threads_stand()}"
         )
     return count
+
+
+def _let_run(thread: threading.Thread) -> None:
+    """Returns when `thread` has ended, or sleeps at the same place twice: it waits for what is held.
+
+    A fixed patience won't do: on a busy machine, who could go on may get no turn for longer.
+    """
+    until, before = time.monotonic() + _MOST_PATIENCE_S, None
+    while time.monotonic() < until:
+        thread.join(_PATIENCE_S / 2)
+        place = _asleep_at(thread)
+        if not thread.is_alive() or (place is not None and place == before):
+            return
+        before = place
+
+
+def _asleep_at(thread: threading.Thread) -> tuple[int, int] | None:
+    """Where in the code a thread sleeps; None for one that runs, or would if it got a processor."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    try:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    except OSError:  # it has ended, or not begun
+        return None
+    asleep = stat.rpartition(")")[2].split()[0] == "S"
+    return (id(frame), frame.f_lasti) if asleep and frame is not None else None
 
 
 def at_every_line(call: Callable[[], None], look: Callable[[], None]) -> None:
