@@ -61,7 +61,7 @@ A report of an earlier run is removed when the run begins, and written whole or 
 |---|---|
 | `passed` | the property was tried and held |
 | `failed` | it did not hold; `detail` says what was seen and what was due |
-| `unproven` | not tried: the harness lacks the hook that `detail` names, or ill-declared capabilities stop it |
+| `unproven` | not tried: the hook that `detail` names is missing, or capabilities are ill-declared |
 | `not applicable` | the capability that `detail` names makes it meaningless for this backend |
 | `deviation` | it does not hold, and the backend's author says so; `detail` gives the reason |
 
