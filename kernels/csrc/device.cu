@@ -72,7 +72,7 @@ cudaError_t launch_widest(const Group &group, int64_t num_layers, int64_t word, 
 template <bool kGather>
 int32_t move(const lmck_layout *layout, const lmck_frame *frames, int64_t num_frames, void *stream,
              uint64_t num_bad_slots, lmck_fault *fault) {
-  if (!is_sound(*layout) || num_frames < 0) return LMCK_BAD_SHAPE;
+  if (!is_sound(*layout) || layout->narrow || num_frames < 0) return LMCK_BAD_SHAPE;
   for (int64_t f = 0; f < num_frames; ++f) {
     if (!is_sound(frames[f])) return LMCK_BAD_SHAPE;
   }

@@ -79,7 +79,7 @@ int32_t check_overlap(const lmck_layout &layout, const lmck_frame *frames, int64
   std::vector<Extent> segments;
   segments.reserve(static_cast<size_t>(num_frames * layout.num_layers));
   for (int64_t f = 0; f < num_frames; ++f) {
-    const int64_t nbytes = layout.num_heads * frames[f].num_tokens * layout.num_planes * layout.row_nbytes;
+    const int64_t nbytes = layout.num_heads * frames[f].num_tokens * content_nbytes(layout);
     for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
       const uint64_t first = frames[f].segments[layer];
       segments.push_back({first, first + static_cast<uint64_t>(nbytes), f, layer});
@@ -182,6 +182,39 @@ void move_layer(const Shape &shape, const std::vector<Run> &runs, const lmck_pla
   }
 }
 
+// One layer of one frame, from bfloat16 to float8 with a scale for each K and V of a token and head, or back.
+void convert_layer(const Shape &shape, const std::vector<Run> &runs, const lmck_plane *planes, uint64_t segment,
+                   int64_t dim, bool gather) {
+  const Instructions &with = instructions();
+  std::vector<uint16_t> row(static_cast<size_t>(dim));  // aligned, whatever the engine's rows are
+  const size_t row_nbytes = static_cast<size_t>(dim) * sizeof(uint16_t);
+  for (const Run &run : runs) {
+    for (int64_t i = 0; i < run.count; ++i) {
+      for (int64_t head = 0; head < shape.num_heads; ++head) {
+        const int64_t content = (head * shape.num_tokens + run.token + i) * (2 * dim + 8);
+        uint8_t *packed = reinterpret_cast<uint8_t *>(segment) + content;
+        for (int64_t kind = 0; kind < 2; ++kind) {
+          const bool apart = shape.num_planes == 2;
+          uint8_t *paged = reinterpret_cast<uint8_t *>(
+              paged_row(planes[apart ? kind : 0], shape.block_slots, head, run.slot + i));
+          if (!apart) paged += kind * dim * 2;
+          uint8_t *scale_at = packed + 2 * dim + 4 * kind;
+          float scale;
+          if (gather) {
+            std::memcpy(row.data(), paged, row_nbytes);
+            scale = with.narrow(packed + kind * dim, row.data(), dim);
+            std::memcpy(scale_at, &scale, sizeof scale);
+          } else {
+            std::memcpy(&scale, scale_at, sizeof scale);
+            with.widen(row.data(), packed + kind * dim, dim, scale);
+            std::memcpy(paged, row.data(), row_nbytes);
+          }
+        }
+      }
+    }
+  }
+}
+
 // Runs `work(i)` for every i below `count`, on this thread and at most `num_threads - 1` more.
 template <typename Work>
 void in_parallel(int64_t count, int64_t num_threads, const Work &work) {
@@ -219,13 +252,18 @@ int32_t move(const lmck_layout *layout, const lmck_frame *frames, int64_t num_fr
     runs.push_back(runs_of(shapes.back()));
     num_tokens += frames[f].num_tokens;
   }
-  const int64_t nbytes =
-      num_tokens * layout->num_layers * layout->num_heads * layout->num_planes * layout->row_nbytes;
+  const int64_t nbytes = num_tokens * layout->num_layers * layout->num_heads * content_nbytes(*layout);
   const bool stream = nbytes >= kStreamNbytes;
   in_parallel(num_frames * layout->num_layers, nbytes >= kThreadNbytes ? num_threads : 1, [&](int64_t i) {
     const int64_t f = i / layout->num_layers, layer = i % layout->num_layers;
-    move_layer(shapes[static_cast<size_t>(f)], runs[static_cast<size_t>(f)],
-               layout->planes + layer * layout->num_planes, frames[f].segments[layer], gather, stream);
+    const auto &shape = shapes[static_cast<size_t>(f)];
+    const auto &runs_here = runs[static_cast<size_t>(f)];
+    const lmck_plane *planes = layout->planes + layer * layout->num_planes;
+    if (layout->narrow) {
+      convert_layer(shape, runs_here, planes, frames[f].segments[layer], layout->narrow, gather);
+    } else {
+      move_layer(shape, runs_here, planes, frames[f].segments[layer], gather, stream);
+    }
   });
   return LMCK_OK;
 } catch (const std::bad_alloc &) {
@@ -257,7 +295,7 @@ int64_t twin(const lmck_layout &layout, const lmck_frame &frame) {
 
 template <bool kGather>
 int32_t twin_of_widest_word(const lmck_layout *layout, const lmck_frame *frame, int64_t *num_bad_slots) {
-  if (!is_sound(*layout) || !is_sound(*frame)) return LMCK_BAD_SHAPE;
+  if (!is_sound(*layout) || !is_sound(*frame) || layout->narrow) return LMCK_BAD_SHAPE;
   switch (word_nbytes(*layout, *frame)) {
     case 16: *num_bad_slots = twin<Word16, kGather>(*layout, *frame); break;
     case 8: *num_bad_slots = twin<uint64_t, kGather>(*layout, *frame); break;

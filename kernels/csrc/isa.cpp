@@ -1,4 +1,4 @@
-// Copying and hashing, compiled once for each instruction set (LMCK_ISA names it, flags select it).
+// Copying, narrowing and hashing, compiled once for each instruction set (LMCK_ISA names it, flags select it).
 //
 // No C++ library header here: its inline functions would be compiled for this instruction set, and the linker
 // could then keep that copy for every processor.
@@ -77,6 +77,54 @@ void fence() {
 #endif
 }
 
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+constexpr float kLargest = 448.0f;           // of float8_e4m3fn
+constexpr float kSmallestScale = 0x1p-126f;  // keeps the division away from zero and subnormals
+
+float narrow(uint8_t *to, const uint16_t *from, int64_t dim) {
+  uint16_t most = 0;  // magnitudes of bfloat16 are ordered as integers, NaN above infinity above all
+  for (int64_t i = 0; i < dim; ++i) {
+    const uint16_t magnitude = from[i] & 0x7fff;
+    most = magnitude > most ? magnitude : most;
+  }
+  if (most >= 0x7f80) {
+    memset(to, 0x7f, static_cast<size_t>(dim));
+    return 1.0f;
+  }
+  const float largest = float_of(static_cast<uint32_t>(most) << 16) / kLargest;
+  const float scale = largest > kSmallestScale ? largest : kSmallestScale;
+  for (int64_t i = 0; i < dim; ++i) {
+    const float value = float_of(static_cast<uint32_t>(from[i]) << 16) / scale;
+    const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff;
+    // To nearest, ties to even: 20 of 23 bits go; below 2^-6 the addition leaves multiples of 2^-9.
+    const uint32_t normal = ((magnitude + 0x7ffff + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
+    const uint32_t subnormal = bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f);
+    const uint32_t narrowed = magnitude < bits_of(0x1p-6f) ? subnormal : normal;
+    to[i] = static_cast<uint8_t>((bits >> 24 & 0x80) | (narrowed < 0x7e ? narrowed : 0x7e));
+  }
+  return scale;
+}
+
+void widen(uint16_t *to, const uint8_t *from, int64_t dim, float scale) {
+  for (int64_t i = 0; i < dim; ++i) {
+    const uint32_t magnitude = from[i] & 0x7fu, sign = (from[i] & 0x80u) << 8;
+    const uint32_t bits = bits_of(float_of(magnitude << 20) * 0x1p120f * scale);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to[i] = static_cast<uint16_t>(sign | (magnitude == 0x7f ? 0x7fc0u : rounded));
+  }
+}
+
 constexpr int64_t kPage = 4096;
 constexpr int64_t kBatch = 64;
 
@@ -105,6 +153,6 @@ uint64_t checksum(const void *memory, int64_t nbytes) {
 #define LMCK_TEXT(name) #name
 #define LMCK_STRING(name) LMCK_TEXT(name)
 extern const Instructions LMCK_TABLE;
-const Instructions LMCK_TABLE = {LMCK_STRING(LMCK_ISA), copy, fence, checksum};
+const Instructions LMCK_TABLE = {LMCK_STRING(LMCK_ISA), copy, fence, narrow, widen, checksum};
 
 }  // namespace lmck

@@ -109,7 +109,7 @@ int32_t call(const Case &c, char *engine, char *payload, const void *slots, bool
                        static_cast<uint64_t>(layer * (c.segment_offset + c.segment_nbytes()) + c.segment_offset));
   }
   const lmck_layout layout{planes.data(), c.layers, num_planes, c.heads, c.num_slots(), c.block_slots,
-                           c.kinds() * c.row_nbytes / num_planes};
+                           c.kinds() * c.row_nbytes / num_planes, 0};
   const lmck_frame frame{slots, segments.data(), c.narrow_slots ? 4 : 8, 0, static_cast<int64_t>(c.slots.size())};
   lmck_fault fault{};
   const auto move = gather ? lmck_device_gather : lmck_device_scatter;
@@ -232,7 +232,7 @@ int rates() {
         const uint64_t base = reinterpret_cast<uint64_t>(engine.at) + static_cast<uint64_t>(l * kLayerNbytes);
         planes.push_back({base, page * kRow, page * kHeads * kRow, kRow});
       }
-      const lmck_layout layout{planes.data(), kLayers, 1, kHeads, kTokens, page, kRow};
+      const lmck_layout layout{planes.data(), kLayers, 1, kHeads, kTokens, page, kRow, 0};
       constexpr int kWays = 8;  // other pages and another staging place each run
       Device<int64_t> slots(static_cast<size_t>(kWays * num_tokens));
       std::vector<int64_t> host(static_cast<size_t>(kWays * num_tokens));

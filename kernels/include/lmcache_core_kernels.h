@@ -38,10 +38,16 @@ typedef struct lmck_layout {
   int64_t num_planes; /* 2 where K and V lie apart, else 1 */
   int64_t num_heads, num_slots, block_slots;
   int64_t row_nbytes; /* of one token and head in one plane */
+  int64_t narrow; /* 0: bytes are moved as they are; else the dim of K and V: see below */
 } lmck_layout;
 
 /* One chunk: token i lies in slots[i], -1 being a hole that is skipped, or in first_slot + i without slots.
- * A segment is [heads, tokens, planes, row_nbytes] without gaps. */
+ * A segment is [heads, tokens, planes, row_nbytes] without gaps.
+ *
+ * With `narrow` = dim, K and V are dim bfloat16 each in the engine's memory, and in a segment a token and head are dim
+ * float8_e4m3fn of K, dim of V, then float32 scales of K and of V, little-endian, at any alignment: a value is its
+ * float8 times its scale, and a scale is the largest magnitude / 448, at least 2^-126. A K or V that has a value which
+ * is no finite number becomes NaN as a whole. On the host only. */
 typedef struct lmck_frame {
   const void *slots; /* int32_t or int64_t, or NULL */
   const uint64_t *segments; /* addresses, one a layer */

@@ -79,9 +79,15 @@ inline int64_t word_nbytes(const lmck_layout &layout, const lmck_frame &frame) {
   return static_cast<int64_t>(all & (~all + 1));
 }
 
+// Bytes of one token and head in a segment.
+inline int64_t content_nbytes(const lmck_layout &layout) {
+  return layout.narrow ? 2 * layout.narrow + 8 : layout.num_planes * layout.row_nbytes;
+}
+
 inline bool is_sound(const lmck_layout &layout) {
   return layout.num_layers > 0 && (layout.num_planes == 1 || layout.num_planes == 2) && layout.num_heads > 0 &&
-         layout.num_slots > 0 && layout.block_slots > 0 && layout.row_nbytes > 0;
+         layout.num_slots > 0 && layout.block_slots > 0 && layout.row_nbytes > 0 &&
+         (layout.narrow == 0 || layout.row_nbytes * layout.num_planes == 2 * 2 * layout.narrow);
 }
 
 inline bool is_sound(const lmck_frame &frame) {

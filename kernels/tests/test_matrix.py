@@ -84,6 +84,24 @@ def test_any_shape_strides_alignment_and_slots_are_moved_as_declared(
     matrix.check(LIBRARY, case, seed, twin=twin)
 
 
+def test_every_instruction_set_narrows_to_the_same_bytes() -> None:
+    for seed in range(6):
+        results = set()
+        for name in (b"baseline", b"avx2", b"avx512"):
+            if LIBRARY.lmck_use_instructions(name):
+                results.add(matrix.narrowed(LIBRARY, seed))
+        LIBRARY.lmck_use_instructions(BEST)
+        assert len(results) == 1
+
+
+def test_narrowing_of_rows_that_do_not_fit_is_refused() -> None:
+    call, _, _ = call_of([1, 2])
+    call.layout.narrow = 5
+    assert call.run(LIBRARY, "lmck_gather") == abi.BAD_SHAPE
+    call.layout.narrow = 4
+    assert call.run(LIBRARY, "lmck_gather_twin") == abi.BAD_SHAPE
+
+
 def call_of(
     slots: list[int], slot_type: str = "q"
 ) -> tuple[matrix.Call, list[bytearray], list[list[bytearray]]]:

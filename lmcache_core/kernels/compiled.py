@@ -70,6 +70,7 @@ class NativeCopy:
         block_slots: int,
         row_nbytes: int,
         threads: int,
+        narrow_dim: int = 0,
     ) -> None:
         from lmcache_core_kernels import abi, buffers
 
@@ -88,8 +89,10 @@ class NativeCopy:
             num_slots,
             block_slots,
             row_nbytes,
+            narrow_dim,
         )
-        self._token_nbytes = num_heads * len(planes[0]) * row_nbytes
+        content_nbytes = 2 * narrow_dim + 8 if narrow_dim else len(planes[0]) * row_nbytes
+        self._token_nbytes = num_heads * content_nbytes
         self._threads = threads
         self._num_layers = len(planes)
         self._num_slots = num_slots
@@ -195,8 +198,9 @@ class CompiledMover:
             num_heads=layout.num_heads,
             num_slots=layout.num_slots,
             block_slots=layout.block_slots,
-            row_nbytes=layout.content.nbytes // len(planes[0]),
+            row_nbytes=layout.layers[0][0].tensor.shape[3] * nbytes,
             threads=threads,
+            narrow_dim=layout.content.dim if layout.content.narrow else 0,
         )
 
     def move(self, frames: Sequence[tuple[range | Tensor, Sequence[memoryview]]], *, gathering: bool) -> None:

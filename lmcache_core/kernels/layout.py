@@ -34,31 +34,44 @@ class KVContent:
     row-major and without gaps (docs/adr/0003-payload-order.md). A latent has `dim` elements and no V:
     `mla bfloat16 576`, one head.
 
+    Narrowed content, `kv float8_e4m3fn+scale 128`, is made of bfloat16: `dim` float8 of K, `dim` of V, and
+    the float32 scales of K and of V (docs/adr/0007-compiled-kernels.md). It loses precision.
+
     Raises:
-        UnsupportedModel: a dtype other than those of `_ITEM_NBYTES`.
+        UnsupportedModel: a dtype other than those of `_ITEM_NBYTES`; narrowing what isn't K and V in
+            bfloat16.
         ValueError: `dim` is not positive.
     """
 
     dtype: str
     dim: int
     latent: bool = False
+    narrow: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEM_NBYTES:
             raise UnsupportedModel(f"KV of dtype {self.dtype}; supported are {', '.join(_ITEM_NBYTES)}")
         if self.dim < 1:
             raise ValueError(f"a head has at least one element, not {self.dim}")
+        if self.narrow and (self.latent or self.dtype != "bfloat16"):
+            raise UnsupportedModel(f"only K and V in bfloat16 can be narrowed to float8, not {self.dtype}")
 
     @property
     def text(self) -> str:
+        if self.narrow:
+            return f"kv float8_e4m3fn+scale {self.dim}"
         return f"{'mla' if self.latent else 'kv'} {self.dtype} {self.dim}"
 
     @property
     def item_nbytes(self) -> int:
+        """Of an element in the engine's memory."""
         return _ITEM_NBYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
+        """Of one token and head in a payload."""
+        if self.narrow:
+            return 2 * self.dim + 8
         return (1 if self.latent else 2) * self.dim * self.item_nbytes
 
 

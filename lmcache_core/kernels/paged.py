@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from lmcache_core.kernels.compiled import CompiledMover, native_library
 from lmcache_core.kernels.layout import PagedLayout, blocks_layout, pairs_layout
+from lmcache_core.kernels.narrow import NarrowingMover
 from lmcache_core.kernels.reference import ReferenceMover
 
 if TYPE_CHECKING:
@@ -30,16 +32,21 @@ class PagedKV:
     i lies: a range of consecutive slots, or a 1-D int32 or int64 tensor of them in any order, in which -1 is
     a hole: its KV is neither read nor written, in the engine or in the payload.
     Nothing larger than an index is allocated. The compiled kernels do the work where `lmcache-core-kernels`
-    is installed, plain torch operations otherwise; `threads` is for the former.
+    is installed, plain torch operations otherwise; `threads` is for the former. With `narrow`, bfloat16 KV
+    is stored as float8 with a scale for each K and V of a token and head: half the bytes, less precision.
     The tensors' memory must stay what it is while this lives: build one anew when a cache grows.
     One object may be used by several threads as far as their slots and payloads don't overlap.
     """
 
-    def __init__(self, layout: PagedLayout, *, threads: int = 1) -> None:
+    def __init__(self, layout: PagedLayout, *, threads: int = 1, narrow: bool = False) -> None:
+        if narrow:
+            layout = replace(layout, content=replace(layout.content, narrow=True))
         library = native_library()
-        self._mover: Mover = (
-            ReferenceMover(layout) if library is None else CompiledMover(library, layout, threads)
-        )
+        self._mover: Mover
+        if library is not None:
+            self._mover = CompiledMover(library, layout, threads)
+        else:
+            self._mover = NarrowingMover(layout) if narrow else ReferenceMover(layout)
         self.num_layers = layout.num_layers
         self.num_heads = layout.num_heads
         self.num_slots = layout.num_slots
@@ -55,6 +62,7 @@ class PagedKV:
         axes: str = "bhtd",
         row: int = 0,
         threads: int = 1,
+        narrow: bool = False,
     ) -> PagedKV:
         """One batch row of separate K and V tensors a layer, as Transformers keeps them.
 
@@ -68,10 +76,12 @@ class PagedKV:
         import torch
 
         with torch.inference_mode():
-            return cls(pairs_layout(keys, values, axes, row), threads=threads)
+            return cls(pairs_layout(keys, values, axes, row), threads=threads, narrow=narrow)
 
     @classmethod
-    def from_blocks(cls, layers: Sequence[Tensor], *, axes: str, threads: int = 1) -> PagedKV:
+    def from_blocks(
+        cls, layers: Sequence[Tensor], *, axes: str, threads: int = 1, narrow: bool = False
+    ) -> PagedKV:
         """One tensor of blocks a layer: axes `cnshd`, `ncshd`, `nhse`, `nshe` or any other order of those.
 
         Axes `nsd` are latents (MLA): one for all heads, no V.
@@ -83,7 +93,7 @@ class PagedKV:
         import torch
 
         with torch.inference_mode():
-            return cls(blocks_layout(layers, axes), threads=threads)
+            return cls(blocks_layout(layers, axes), threads=threads, narrow=narrow)
 
     def gather(self, slots: Slots, payload: Payload) -> None:
         """Copies the KV in `slots[i]` to token i of `payload`, for all layers.

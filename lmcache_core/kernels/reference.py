@@ -18,7 +18,7 @@ from lmcache_core.kernels.checks import (
 from lmcache_core.kernels.layout import PagedLayout, Plane
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 class ReferenceMover:
@@ -36,7 +36,7 @@ class ReferenceMover:
         self._layers = [
             [Plane(plane.tensor.view(bits), plane.column) for plane in planes] for planes in layout.layers
         ]
-        self._width = layout.content.nbytes // layout.content.item_nbytes
+        self._width = sum(plane.tensor.shape[3] for plane in layout.layers[0])
 
     def move(self, frames: Sequence[tuple[range | Tensor, Sequence[memoryview]]], *, gathering: bool) -> None:
         import torch
@@ -98,10 +98,8 @@ class ReferenceMover:
 
     def _planes(self, payload: Sequence[memoryview]) -> Iterator[tuple[Plane, Tensor]]:
         """Each plane with the elements of its layer's payload segment, flat, not copied."""
-        import torch
-
         for planes, memory in zip(self._layers, payload, strict=True):
-            segment = torch.frombuffer(_writable(memory), dtype=self._bits)
+            segment = bytes_of(memory, self._bits)
             for plane in planes:
                 yield plane, segment
 
@@ -156,13 +154,16 @@ class ReferenceMover:
                 raise bad_segment(frame, layer, nbytes, memory, written=written)
 
 
-def _writable(memory: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
-    """The same bytes as torch wants them: it has no tensors that may only be read, and warns of it.
+def bytes_of(memory: memoryview, element: dtype) -> Tensor:
+    """A flat tensor over the same bytes, not copied. Valid as long as `memory` is.
 
-    Valid as long as `memory` is; nothing here writes what was given to be read.
+    torch has no tensors that may only be read, and warns of it: nothing here writes what was given so.
     """
+    import torch
+
     if not memory.readonly:
-        return memory
+        return torch.frombuffer(memory, dtype=element)
     import numpy as np
 
-    return (ctypes.c_ubyte * memory.nbytes).from_address(np.frombuffer(memory, np.uint8).ctypes.data)
+    array = (ctypes.c_ubyte * memory.nbytes).from_address(np.frombuffer(memory, np.uint8).ctypes.data)
+    return torch.frombuffer(array, dtype=element)

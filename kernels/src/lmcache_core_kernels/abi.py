@@ -35,6 +35,7 @@ class Layout(ctypes.Structure):
         ("num_slots", ctypes.c_int64),
         ("block_slots", ctypes.c_int64),
         ("row_nbytes", ctypes.c_int64),
+        ("narrow", ctypes.c_int64),
     )
 
 
