@@ -181,6 +181,7 @@ def take(message: Message, results: Results, progress: StageObserver) -> bool:
             raise DemoFailed(message.reason)
         case Ready():
             results.flushed = results.flushed and message.flushed
+            results.down |= message.down
             return True
     return False
 
@@ -263,6 +264,8 @@ def report(console: Console, results: Results) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    for tier, reason in results.down.items():
+        console.print(Text(f"Tier {tier} could not be used: {reason}"), soft_wrap=True)
     if not results.flushed:
         console.print("Not everything had been written when the process was killed: a tier is slow or down.")
     if results.document_tokens < MIN_DOCUMENT_TOKENS:

@@ -61,6 +61,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """All is done; the worker waits to be killed. `flushed`: all writes had reached their tiers."""
 
     flushed: bool
+    down: dict[str, str] = {}
+    """Tiers that could not be used, and why."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
@@ -80,3 +82,4 @@ class Results:
     """By run and question."""
     document_tokens: int = 0
     flushed: bool = True
+    down: dict[str, str] = field(default_factory=dict)

@@ -61,7 +61,13 @@ def work(plan: Plan, say: Callable[[Message], None]) -> None:
             generator.engine.clear(generator.engine.content(document))  # what an earlier demo left
             generator.prefill(document)
         answer_warm(generator, tokenizer, prompts, plan, say)
-        say(Ready(flushed=generator.flush(FLUSH_S)))
+        flushed = generator.flush(FLUSH_S)
+        tiers = generator.engine.stats().tiers
+        say(
+            Ready(
+                flushed=flushed, down={tier.name: tier.last_error for tier in tiers if tier.state == "down"}
+            )
+        )
         sys.stdin.read()  # until the parent kills this process, or is gone itself
 
 

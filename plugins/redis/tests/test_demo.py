@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from lmcache_core.cli.demo_messages import QUESTIONS
 from lmcache_core.cli.main import main
 from lmcache_core.config import load_config
 
-from .servers import require
+from .servers import free_ports, require
 from .sites import Site
 from .tiers import fresh_namespace
 
@@ -34,26 +35,39 @@ def save_model(folder: Path) -> None:
     llama(vocab_size=len(words) + 1).save_pretrained(folder)
 
 
-def test_a_second_process_loads_the_document_from_redis(tmp_path: Path) -> None:
-    site = Site(require("redis"))
+def run_demo(tmp_path: Path, options: Mapping[str, object]) -> Result:
+    """Runs the command over the tiers of the example, with these options of its Redis."""
     config = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
-    [shared] = [tier for tier in config["tiers"] if tier["backend"] == "redis"]
-    shared["options"] |= site.options(fresh_namespace())
+    config["tiers"][1]["options"] |= options
     (tmp_path / "tiers.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     save_model(tmp_path / "model")
-    options = ["--model", tmp_path / "model", "--dir", tmp_path / "demo", "--config", tmp_path / "tiers.yaml"]
-    result = CliRunner().invoke(main, ["demo", *map(str, options), "--repeats", "1", "--max-new-tokens", "6"])
+    places = {"--model": "model", "--dir": "demo", "--config": "tiers.yaml"}
+    arguments = [text for option, name in places.items() for text in (option, str(tmp_path / name))]
+    return CliRunner().invoke(main, ["demo", *arguments, "--repeats", "1", "--max-new-tokens", "4"])
+
+
+def test_a_second_process_loads_the_document_from_redis(tmp_path: Path) -> None:
+    site = Site(require("redis"))
+    result = run_demo(tmp_path, site.options(fresh_namespace()))
     assert result.exit_code == 0, result.output
     assert "are identical: 6 of 6" in result.output
-    assert f"after SIGKILL, from {shared['name']}: first token in" in result.output
-    rows = [line for line in result.output.splitlines() if re.search(r"\brestarted\b", line)]
+    assert "after SIGKILL, from redis: first token in" in result.output
+    rows = re.findall(r"restarted +([\d,]+) +([\d,]+)", result.output)
     assert len(rows) == len(QUESTIONS)
     for row in rows:
-        loaded, computed = (
-            int(number.replace(",", "")) for number in re.findall(r"restarted +([\d,]+) +([\d,]+)", row)[0]
-        )
+        loaded, computed = (int(number.replace(",", "")) for number in row)
         assert loaded > 2000
         assert computed < 64, "the shared prefix was computed again"
+
+
+def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    result = run_demo(tmp_path, {"url": f"redis://127.0.0.1:{port}"})
+    assert result.exit_code == 0, result.output
+    assert (
+        f"Tier redis could not be used: redis open: can't reach redis server 127.0.0.1:{port}"
+        in result.output
+    )
 
 
 def test_the_example_is_a_config_as_it_stands() -> None:
