@@ -335,9 +335,8 @@ class CacheEngine:
 
         From then on the engine is an empty cache that takes nothing.
         """
-        if not self._closed:
-            self._closed = True
-            self._chain.close(time.monotonic() + min(timeout_s, LONGEST_WAIT_S))
+        self._closed = True
+        self._chain.close(time.monotonic() + min(timeout_s, LONGEST_WAIT_S))
 
     def __enter__(self) -> Self:
         return self

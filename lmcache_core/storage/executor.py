@@ -239,10 +239,19 @@ class TierExecutor:
         """
         if os.getpid() != self._pid:
             return
-        with self._life:
-            if self._state is _State.CLOSED:
-                return
-            self._state = _State.CLOSED
+        try:
+            with self._life:
+                if self._state is _State.CLOSED:
+                    return
+                self._state = _State.CLOSED
+            self._end(deadline)
+        except BaseException:  # Ctrl-C: it waits no longer, but ends the rest
+            self._end(self.now())
+            raise
+        self._pass_on_interrupt()
+
+    def _end(self, deadline: float) -> None:
+        self._state = _State.CLOSED
         queued, running = self._traffic.close()
         for transfer in queued:
             self._drop(transfer, self._failed(BackendClosed, "closed", transfer))
@@ -253,7 +262,6 @@ class TierExecutor:
             if transfer.give_up(self._failed(BackendClosed, "closed while it ran", transfer)):
                 self._traffic.mark_stuck(transfer)
         self._alarm.stop()
-        self._pass_on_interrupt()
 
     def stats(self) -> ExecutorStats:
         with self._counting:

@@ -1,8 +1,9 @@
-"""What one thread waits for and another tells: an event that Ctrl-C in the waiter can't spoil."""
+"""What one thread waits for and another tells, in ways that Ctrl-C in the waiter can't spoil."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 
 class Signal:
@@ -35,3 +36,36 @@ class Signal:
         if not self._is_set:
             self._wakes.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
         return self._is_set
+
+
+class Watched:
+    """A state that `lock` guards, and those who wait for it to change: a condition, but for Ctrl-C."""
+
+    def __init__(self, lock: threading.Lock, clock: Callable[[], float]) -> None:
+        self._lock = lock
+        self._clock = clock
+        self._waiting: list[Signal] = []
+
+    def changed(self) -> None:
+        """Has those that wait look again. With the lock held."""
+        for signal in self._waiting:
+            signal.set()
+        self._waiting.clear()
+
+    def wait_for(self, is_so: Callable[[], bool], deadline: float) -> bool:
+        """Whether `is_so`, called with the lock held, came true by `deadline`. Without the lock."""
+        while True:
+            signal = Signal()
+            with self._lock:
+                if is_so():
+                    return True
+                self._waiting.append(signal)
+            left = deadline - self._clock()
+            if left <= 0 or not signal.wait(left):
+                return self._last_look(is_so, signal)
+
+    def _last_look(self, is_so: Callable[[], bool], signal: Signal) -> bool:
+        with self._lock:
+            if signal in self._waiting:
+                self._waiting.remove(signal)
+            return is_so()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from lmcache_core.storage.call import Job
 from lmcache_core.storage.job_queue import JobQueue
+from lmcache_core.storage.signal import Watched
 from lmcache_core.storage.transfer import Transfer
 
 
@@ -34,7 +36,7 @@ class Traffic:
         self._queue_limit = queue_limit
         self._lock = threading.Lock()  # guards everything below, and the transfers' fields named for it
         self._work = threading.Condition(self._lock)  # threads wait: a job queued, a slot free, closed
-        self._quiet = threading.Condition(self._lock)  # close waits: no transfer is live
+        self._quiet = Watched(self._lock, time.monotonic)  # close waits: no transfer is live
         self._slots = max_in_flight
         self._closed = False
         self._live: dict[int, Transfer] = {}  # by id of the job
@@ -121,7 +123,7 @@ class Traffic:
             del self._live[id(transfer.job)]
             self._bytes -= transfer.nbytes
             if not self._live:
-                self._quiet.notify_all()
+                self._quiet.changed()
 
     # --- taking transfers out of their way
 
@@ -179,8 +181,8 @@ class Traffic:
 
     def wait_quiet(self, timeout_s: float) -> list[Transfer]:
         """Waits until no transfer is live, and returns those that still are."""
+        self._quiet.wait_for(lambda: not self._live, time.monotonic() + timeout_s)
         with self._lock:
-            self._quiet.wait_for(lambda: not self._live, max(timeout_s, 0.0))
             return list(self._live.values())
 
     # --- threads

@@ -382,7 +382,17 @@ class TierChain:
         return all(done)
 
     def close(self, deadline: float) -> None:
-        """Writes what waits, as far as the deadline allows, then closes farthest first. Never raises."""
+        """Writes what waits, as far as the deadline allows, then closes farthest first. Idempotent.
+
+        Raises only for Ctrl-C: then it has waited no longer, and closed everything all the same.
+        """
+        try:
+            self._close(deadline)
+        except BaseException:
+            self._close(self._clock())
+            raise
+
+    def _close(self, deadline: float) -> None:
         for tier in reversed(self.tiers):
             if isinstance(tier, StorageTier):
                 tier.close(deadline)

@@ -188,10 +188,10 @@ class StorageTier:
         self._opener.stop()
         with self._lock:
             self._closed = True
-            executor, self._executor = self._executor, None
         self.writes.withdraw_all("closing")
-        if executor is not None:
-            executor.close(deadline)
+        if self._executor is not None:
+            self._executor.close(deadline)
+            self._executor = None
 
     # -- what is here ----------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from lmcache_core.events import Event, StoreShed
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.memory import Hold, MemoryPool
 from lmcache_core.storage import Job, Outcome, Status
+from lmcache_core.storage.signal import Watched
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.index import ResidencyIndex, Resident
 from lmcache_core.tiers.jobs import DeleteJob, StoreJob, Write, why
@@ -91,7 +92,7 @@ class WriteQueue:
         self._behind = behind
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
-        self._changed = threading.Condition(self._lock)
+        self._progress = Watched(self._lock, clock)
         self._waiting: deque[Write] = deque()
         self._writes: dict[StorageKey, Write] = {}  # waiting and running
         self._ready: deque[_Batch] = deque()  # room reserved, own victims gone
@@ -134,7 +135,7 @@ class WriteQueue:
             waiting = not write.running
             if waiting:
                 del self._writes[key]
-                self._changed.notify_all()
+                self._progress.changed()
         if waiting:
             write.release()
             self._shed(key, reason)
@@ -150,10 +151,7 @@ class WriteQueue:
     def flush(self, deadline: float) -> bool:
         """Waits until nothing waits or runs. False when the deadline came first."""
         self._behind(self.pump)
-        with self._lock:
-            return self._changed.wait_for(
-                lambda: not self._writes and not self._active, max(deadline - self._clock(), 0.0)
-            )
+        return self._progress.wait_for(lambda: not self._writes and not self._active, deadline)
 
     def depth(self) -> int:
         with self._lock:
@@ -270,7 +268,7 @@ class WriteQueue:
         with self._lock:
             self._active -= 1
             self._active_bytes -= charged
-            self._changed.notify_all()
+            self._progress.changed()
         self.pump()
 
     # -- outcomes --------------------------------------------------------------------------------
@@ -366,7 +364,7 @@ class WriteQueue:
         with self._lock:
             if self._writes.get(write.key) is write:
                 del self._writes[write.key]
-            self._changed.notify_all()
+            self._progress.changed()
 
     def _shed(self, key: StorageKey, reason: str, detail: str = "") -> bool:
         self._emit(StoreShed(tier=self._target.name, key=key, reason=reason, detail=detail))

@@ -116,6 +116,27 @@ def test_after_ctrl_c_anywhere_the_next_calls_work_and_all_books_agree(
     assert number > 20
 
 
+def test_ctrl_c_while_closing_closes_everything_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)
+    number = 0
+    while True:
+        controls = Controls()
+        far = {"name": "far", "backend": "faulty", "capacity": "128KiB", "deadline": PATIENCE_S}
+        engine = engine_of(config_of(cpu(capacity="96KiB"), far), registry=faulty(controls))
+        store(engine, CHUNK_ONLY)
+        where = interrupt_at(number, PACKAGES, engine.close)
+        if where is None:
+            break
+        if not where.startswith(("CacheEngine.", "TierChain.close:")):  # it had begun
+            assert eventually(lambda: controls.calls["close"] > 0), where  # noqa: B023
+            assert engine.lookup(CHUNK_ONLY).num_tokens == 0, where
+        engine.close()
+        assert eventually(lambda: controls.calls["close"] > 0), where  # noqa: B023
+        assert engine.stats().memory.leases == 0, where
+        number += 1
+    assert number > 20
+
+
 def quiet(engine: CacheEngine) -> bool:
     """Waits until nothing is under way any more."""
     chain = engine._chain
