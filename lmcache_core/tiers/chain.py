@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
@@ -18,10 +17,9 @@ from lmcache_core.tiers.flights import Flights, Ticket
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.layers import LayeredFrame, read_segments
 from lmcache_core.tiers.memory_tier import MemoryTier
+from lmcache_core.tiers.promotion import Promotion
 from lmcache_core.tiers.requests import Deadlines, Marks, Policy, Run, Tier
 from lmcache_core.tiers.storage_tier import GRACE_S, StorageTier
-
-MAX_SEEN = 65_536
 
 
 class TierChain:
@@ -53,8 +51,7 @@ class TierChain:
         self._clock = clock
         self._flights = Flights()
         self._storing: dict[StorageKey, object] = {}  # by whom; each step on it is atomic by itself
-        self._lock = threading.Lock()  # guards _seen
-        self._seen: OrderedDict[StorageKey, None] = OrderedDict()
+        self._promotion = Promotion()
 
     def add(self, tier: Tier, policy: Policy) -> None:
         """Appends the next farther tier. Only while the chain is being built."""
@@ -183,13 +180,18 @@ class TierChain:
         def depart() -> None:
             tier.reads.queue.expire()  # a flight past its deadline is not worth joining
             mine = self._flights.join(tickets)
-            if mine:
-                tier.reads.load(
-                    mine,
-                    priority,
-                    deadline,
-                    lambda key, frame, reason: self._arrived(tier, key, frame, reason, marks),
-                )
+            try:
+                if mine:
+                    tier.reads.load(
+                        mine,
+                        priority,
+                        deadline,
+                        lambda key, frame, reason: self._arrived(tier, key, frame, reason, marks),
+                    )
+            except BaseException:  # whatever it was, others will want these keys
+                for key in mine:
+                    self._flights.land(key, None, "the load could not be started")
+                raise
 
         self._behind(depart)
 
@@ -237,26 +239,13 @@ class TierChain:
         self, tier: StorageTier, key: StorageKey, frame: Frame | None, reason: str, marks: Marks
     ) -> None:
         try:
-            if frame is not None and self._promotes(tier, key):
+            if frame is not None and self._promotion.wanted(self.policies[tier.name], key):
                 for nearer in self.tiers[: self.tiers.index(tier)]:
                     self._keep(nearer, frame, marks)
         finally:
             self._flights.land(key, frame, reason)
             if frame is not None:
                 frame.release()
-
-    def _promotes(self, tier: StorageTier, key: StorageKey) -> bool:
-        promote = self.policies[tier.name].promote
-        if promote != "on_second_hit":
-            return promote == "always"
-        with self._lock:
-            if key in self._seen:
-                del self._seen[key]
-                return True
-            self._seen[key] = None
-            if len(self._seen) > MAX_SEEN:
-                self._seen.popitem(last=False)
-            return False
 
     # -- storing ---------------------------------------------------------------------------------
 

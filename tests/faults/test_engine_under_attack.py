@@ -323,6 +323,22 @@ def test_an_interrupt_while_a_load_waits_gives_its_memory_back(monkeypatch: pyte
         settle(engine)
 
 
+def test_a_load_that_cannot_even_be_started_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = prompt(17, 3 * CHUNK)
+    with build(Controls(), remote(deadline=600)) as engine:
+        store(engine, tokens)
+        settle(engine)
+
+        def fail(*arguments: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("lmcache_core.tiers.reads.LoadJob.__init__", fail)
+            assert retrieve(engine, tokens) == 0
+        assert retrieve(engine, tokens) == 3 * CHUNK
+        settle(engine)
+
+
 def test_a_clear_of_a_hung_tier_costs_its_deadline_and_wedges_nothing() -> None:
     controls = Controls()
     controls.capabilities = Capabilities(
