@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 
 from lmcache_core.errors import (
     BackendClosed,
@@ -37,7 +36,7 @@ from lmcache_core.errors import (
     DeadlineExceeded,
     NotSupported,
 )
-from lmcache_core.events import BreakerChanged, EventBus
+from lmcache_core.events import EventBus
 from lmcache_core.storage.alarm import Alarm
 from lmcache_core.storage.attempt import Attempt
 from lmcache_core.storage.breaker import Breaker, BreakerState
@@ -45,6 +44,7 @@ from lmcache_core.storage.call import Job, Operation
 from lmcache_core.storage.contract import Backend, BackendStats, C, Capabilities, Entry, Host, Outcome, Status
 from lmcache_core.storage.crew import Crew
 from lmcache_core.storage.faults import failed, is_interrupt, wrapped
+from lmcache_core.storage.health import Health
 from lmcache_core.storage.lifecycle import close_backend, open_backend
 from lmcache_core.storage.retry import RetryBudget
 from lmcache_core.storage.scan import ScanJob
@@ -105,10 +105,7 @@ class TierExecutor:
         self.verify = verifier.submit
         self._backend = backend
         self._host = host
-        self._read_breaker = read_breaker
-        self._write_breaker = write_breaker
-        self._retry = retry
-        self._events = events
+        self._health = Health(host.tier, read_breaker, write_breaker, retry, events, self.interrupted)
         self._alarm = Alarm(self.expire, clock)
         self._capabilities = Capabilities()
         self._methods: dict[Operation, Callable[..., None]] = {
@@ -127,8 +124,6 @@ class TierExecutor:
         self._counting = threading.Lock()  # guards _counters
         self._counters: Counter[str] = Counter()
         self._interrupt: BaseException | None = None  # the main thread's alone
-        read_breaker.watch(partial(self._breaker_changed, "read"))
-        write_breaker.watch(partial(self._breaker_changed, "write"))
 
     # --- for the tier layer
 
@@ -223,12 +218,12 @@ class TierExecutor:
             self.count("timeouts")
             if transfer.give_up(self._timeout(transfer)):
                 self._traffic.mark_stuck(transfer)
-                self._breaker(transfer.operation).failure("a call did not end within its deadline")
+                self._health.of(transfer.operation).failure("a call did not end within its deadline")
         hung = self._traffic.hung
         for transfer in queued:
             self.count("timeouts")
             if hung:  # waiting for calls that never return is a failure of the store; for slow ones it isn't
-                self._breaker(transfer.operation).failure("no call returns")
+                self._health.of(transfer.operation).failure("no call returns")
             self._drop(transfer, self._timeout(transfer))
 
     def close(self, deadline: float) -> None:
@@ -268,15 +263,15 @@ class TierExecutor:
             counters = dict(self._counters)
         return ExecutorStats(
             traffic=self._traffic.stats(),
-            read_breaker=self._read_breaker.state,
-            write_breaker=self._write_breaker.state,
+            read_breaker=self._health.read_breaker.state,
+            write_breaker=self._health.write_breaker.state,
             counters=counters,
         )
 
     @property
     def refuses_reads(self) -> bool:
         """The read breaker is open, and its cool-down not over."""
-        return self._read_breaker.refusing
+        return self._health.read_breaker.refusing
 
     def backend_stats(self) -> BackendStats:
         """The backend's own counters; empty ones where it fails to tell."""
@@ -301,15 +296,11 @@ class TierExecutor:
 
     def attempt_over(self, transfer: Transfer, attempt: Attempt) -> None:
         """The backend has let go of the whole call: its slot is free, and a retry may follow."""
-        breaker = self._breaker(transfer.operation)
-        if not attempt.judged:
-            if attempt.answered and not attempt.timed_out:
-                breaker.success()
-            elif attempt.failure and self._state is not _State.CLOSED:
-                breaker.failure(attempt.failure)
+        health, operation = self._health, transfer.operation
+        health.judge(operation, attempt, closing=self._state is _State.CLOSED)
         if (
             transfer.wants_retry
-            and self._can_retry(transfer, attempt, breaker)
+            and health.can_retry(operation, attempt, transfer.deadline, self.now())
             and self._traffic.requeue(transfer)
         ):
             self.count("retries")
@@ -348,7 +339,7 @@ class TierExecutor:
 
     def _begin(self, transfer: Transfer) -> Attempt | None:
         """Prepares `transfer` and begins its next attempt; None: every item has been settled instead."""
-        breaker = self._breaker(transfer.operation)
+        breaker = self._health.of(transfer.operation)
         if transfer.deadline <= self.now():
             outcome = self._timeout(transfer)
         elif breaker.refusing or ((transfer.prepared or transfer.prepare()) and not breaker.allow()):
@@ -356,19 +347,13 @@ class TierExecutor:
         else:
             attempt = transfer.begin(self.now())
             if attempt is not None:
-                self._retry.record_call()
+                self._health.retry.record_call()
                 self.count("calls")
                 return attempt
             outcome = self._failed(BackendClosed, "closed", transfer)  # unless its items are settled already
         transfer.settle_held_back()
         transfer.give_up(outcome)
         return None
-
-    def _can_retry(self, transfer: Transfer, attempt: Attempt, breaker: Breaker) -> bool:
-        """Whether a second attempt, should it take as long as the first, ends in time and may be made."""
-        now = self.now()
-        suffices = now + (now - attempt.started) < transfer.deadline
-        return suffices and not breaker.refusing and self._retry.try_spend()
 
     # --- refusals and words
 
@@ -381,7 +366,7 @@ class TierExecutor:
         offered = {Operation.DELETE: self._capabilities.delete, Operation.SCAN: self._capabilities.scan}
         if not offered.get(transfer.operation, True):
             return self._error(NotSupported, f"this backend has no {transfer.operation.value}", transfer)
-        if self._breaker(transfer.operation).refusing:
+        if self._health.of(transfer.operation).refusing:
             return self._error(BackendUnavailable, "breaker open", transfer)
         return None
 
@@ -397,19 +382,6 @@ class TierExecutor:
         if error is not None and is_interrupt(error):
             self._interrupt = None
             raise error
-
-    def _breaker(self, operation: Operation) -> Breaker:
-        return self._write_breaker if operation.writes else self._read_breaker
-
-    def _breaker_changed(self, operation: str, state: BreakerState, reason: str) -> None:
-        event = BreakerChanged(tier=self.tier, operation=operation, state=state.value, reason=reason)
-        try:
-            self._events.emit(event)
-        except BaseException as error:  # recorded boundary: the caller is in the middle of ending a call
-            if is_interrupt(error):
-                self.interrupted(error)
-                return
-            log.exception("tier %s: an observer raised", self.tier)
 
     def _error(self, kind: type[BackendError], message: str, transfer: Transfer) -> BackendError:
         return kind(message, backend=self.tier, op=transfer.operation.value)

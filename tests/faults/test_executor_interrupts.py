@@ -71,7 +71,7 @@ def test_an_observer_of_the_breaker_takes_no_slot_with_it(raised: type[BaseExcep
             raise raised
 
     with Scenario(failures=1) as scenario:
-        scenario.executor._events.subscribe(Observer(), BreakerChanged)
+        scenario.executor._health.events.subscribe(Observer(), BreakerChanged)
         scenario.backend.put = settle_all(Outcome(status=Status.FAILED, error=BackendError("broken")))
         scenario.submit(Operation.PUT, 1)
         scenario.quiet()
