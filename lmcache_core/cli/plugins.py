@@ -7,12 +7,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_core.kernels import mover_text
 from lmcache_core.registry import PluginState, discover
 
 
 @click.command("plugins")
 def command() -> None:
-    """Lists every installed plugin: name, version, api, state and cause.
+    """Lists every installed plugin: name, version, api, state and cause; then what moves KV.
 
     Imports each backend, so that a missing driver shows here and not in production. Exit code 1 when
     a plugin can't be used.
@@ -29,5 +30,6 @@ def command() -> None:
         cells = (plugin.name, plugin.version or "-", api, plugin.state.value, plugin.cause)
         table.add_row(*(Text(cell) for cell in cells))  # Text: foreign words are no markup
     Console(soft_wrap=False).print(table)
+    click.echo(f"\nKV is moved by {mover_text()}")
     if any(plugin.state is not PluginState.OK for plugin in found):
         raise SystemExit(1)

@@ -42,6 +42,15 @@ def native_library() -> ctypes.CDLL | None:
         return None
 
 
+def mover_text() -> str:
+    """One line that says what moves KV here, and what the compiled kernels were built for."""
+    if native_library() is None:
+        return "torch (lmcache-core-kernels is not installed, or can't be loaded: see the log)"
+    from lmcache_core_kernels import build_info
+
+    return str(build_info())
+
+
 def native_checksum(memory: memoryview) -> int | None:
     """The paged checksum of whole pages (lmcache_core.frame) in one call; None without the kernels."""
     library = native_library()

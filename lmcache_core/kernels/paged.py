@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from lmcache_core.kernels.compiled import CompiledMover, native_library
@@ -39,6 +40,8 @@ class PagedKV:
     """
 
     def __init__(self, layout: PagedLayout, *, threads: int = 1, narrow: bool = False) -> None:
+        self._make = partial(type(self), threads=threads, narrow=narrow)
+        self._layout = layout
         if narrow:
             layout = replace(layout, content=replace(layout.content, narrow=True))
         library = native_library()
@@ -94,6 +97,10 @@ class PagedKV:
 
         with torch.inference_mode():
             return cls(blocks_layout(layers, axes), threads=threads, narrow=narrow)
+
+    def layer(self, index: int) -> PagedKV:
+        """The same KV, of one layer: for moves a layer at a time. Its payloads have one view."""
+        return self._make(replace(self._layout, layers=[self._layout.layers[index]]))
 
     def gather(self, slots: Slots, payload: Payload) -> None:
         """Copies the KV in `slots[i]` to token i of `payload`, for all layers.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -575,6 +577,17 @@ def test_several_frames_are_moved_by_one_call() -> None:
     kv.gather_many([])
 
 
+def test_one_layer_is_moved_alone() -> None:
+    kv = PagedKV.from_blocks(numbered_blocks("nshe"), axes="nshe")
+    payload = new_payload(3)
+    kv.layer(1).gather(torch.tensor([8, 2, 3]), payload[1:2])
+    assert payload_numbers(payload)[1] == expected_numbers([8, 2, 3])[1]
+    assert {byte for memory in (payload[0], payload[2]) for byte in memory} == {0xA5}
+    layers = [torch.full(block_shape("nshe"), SENTINEL) for _ in range(LAYERS)]
+    PagedKV.from_blocks(layers, axes="nshe").layer(2).scatter(range(3), payload[1:2])
+    assert [bool((tensor != SENTINEL).any()) for tensor in layers] == [False, False, True]
+
+
 def test_one_frame_that_does_not_fit_keeps_every_frame_from_being_written() -> None:
     kv = PagedKV.from_blocks(numbered_blocks("nshe"), axes="nshe")
     first = new_payload(2)
@@ -668,6 +681,7 @@ def test_more_threads_move_the_same_bytes() -> None:
         PagedKV.from_pairs(keys, keys, threads=0)
 
 
+@needs_kernels
 def test_a_library_that_does_not_load_is_told_once_and_torch_moves_the_kv(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -686,3 +700,9 @@ def test_a_library_that_does_not_load_is_told_once_and_torch_moves_the_kv(
     assert [record.getMessage() for record in caplog.records] == [
         "lmcache-core-kernels can't be used, KV is moved by torch instead: wrong ELF class"
     ]
+
+
+def test_the_how_to_page_runs_as_it_stands() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "move-kv.md"
+    [code] = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, str(page), "exec"), {})
