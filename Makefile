@@ -33,10 +33,12 @@ demo: $(VENV)/.packages $(VENV)/.kernels $(VENV)/.model
 
 test: $(VENV)/.packages $(VENV)/.kernels $(VENV)/.model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-ifneq ($(VLLM),)
-	$(MAKE) test-vllm PYTEST_ARGS=
-else
+ifneq ($(PYTEST_ARGS),)
+	@echo "The tests with vLLM were left out: this was a part of the tests."
+else ifeq ($(VLLM),)
 	@echo "The tests with vLLM were left out, as VLLM= asks."
+else
+	$(MAKE) test-vllm
 endif
 
 test-vllm: $(VLLM_VENV)/.packages

@@ -60,6 +60,11 @@ def main() -> None:
             "resident_bytes": resident_bytes(),
         }
 
+    def metrics() -> object:
+        """vLLM's own metrics, as its server would show them."""
+        named = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        return {name: value for name, value in named.items() if "lmcache" in name or "external" in name}
+
     def clear(tier: str) -> object:
         return cache_engine().clear(search_range=[tier])
 
@@ -114,7 +119,7 @@ def main() -> None:
     verbs: dict[str, Callable[..., object]] = {
         each.__name__: each
         for each in (
-            *(generate, stats, clear, reset, reset_vllm, preemptions),
+            *(generate, stats, metrics, clear, reset, reset_vllm, preemptions),
             *(fail_gets, hang_gets, lose_promises, lost_promises),
         )
     }

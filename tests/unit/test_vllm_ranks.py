@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -162,6 +163,26 @@ def test_only_this_user_reaches_the_socket_and_nothing_of_it_stays(ranks: Ranks)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     ranks.servers[0].close()
     assert not path.parent.exists()
+
+
+def test_a_killed_worker_s_socket_is_removed_by_the_next_one(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, starting = tmp_path / "lmcache-core-rank-killed", tmp_path / "lmcache-core-rank-starting"
+    for folder in (left, starting):
+        folder.mkdir()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as unheard:
+            unheard.bind(str(folder / "rank"))
+    first = LookupServer(ranks.engines[0])
+    for folder in (left, Path(first.path).parent):
+        os.utime(folder, (0, 0))
+    second = LookupServer(ranks.engines[1])
+    assert not left.exists()
+    assert starting.exists(), "that one may not listen yet"
+    assert Path(first.path).exists(), "that one is still served"
+    first.close()
+    second.close()
 
 
 def test_an_arrival_ends_when_every_rank_is_done(ranks: Ranks) -> None:

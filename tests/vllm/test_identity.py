@@ -1,4 +1,4 @@
-"""Whose KV it is: other weights under the same path share nothing, and the connector loads by module path."""
+"""Other weights under one path share nothing; the connector loads by module path, and counts what it does."""
 
 from __future__ import annotations
 
@@ -33,9 +33,15 @@ def test_other_weights_under_the_same_path_share_nothing(
     shutil.rmtree(served)
     shutil.copytree(model, served)
     by_path = {"kv_connector_module_path": "lmcache_core.connectors.vllm"}
-    with Engine(served, log, cache, transfer=by_path) as engine:
+    with Engine(served, log, cache, transfer=by_path, disable_log_stats=False) as engine:
         [mine] = engine.generate(PROMPT)
         assert mine.cached == 0
         assert mine.tokens == plain.generate(PROMPT)[0].tokens
         assert mine.tokens != others[0].tokens
         assert engine.generate(PROMPT)[0].cached == 640
+        seen = engine.ask("metrics")
+        assert seen["vllm:external_prefix_cache_hits"] == 640
+        assert seen["vllm:lmcache_core_loaded_tokens"] == 640
+        assert seen["vllm:lmcache_core_stored_tokens"] == 640
+        assert seen["vllm:lmcache_core_loaded_bytes"] > 0
+        assert seen["vllm:lmcache_core_lost_tokens"] == 0

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from lmcache_core.connectors.vllm.lookups import LocalLookups, Lookups
 from lmcache_core.connectors.vllm.metadata import AddressMetadata, ReportMetadata, StepMetadata
+from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats, Tally
 from lmcache_core.connectors.vllm.plan import Step
 from lmcache_core.connectors.vllm.rank import close_rank, engine_here, open_rank
 from lmcache_core.connectors.vllm.ranks import RankAddress, RankLookups
@@ -69,6 +70,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._spec = attention_spec(kv_cache_config)
         self._worker: WorkerSide | None = None
         self._server: LookupServer | None = None
+        self._tally = Tally()
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._warn()
@@ -128,7 +130,14 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = open_rank(self._vllm_config, self._kv_cache_config, kv_caches, self._settings)
-        self._worker = WorkerSide(rank.engine, rank.blocks, rank.block_tokens, rank=rank.number)
+        rank.engine.subscribe(self._tally, *Tally.KINDS)
+        self._worker = WorkerSide(
+            rank.engine,
+            rank.blocks,
+            rank.block_tokens,
+            rank=rank.number,
+            on_lost=lambda num_tokens: self._tally.add(lost_tokens=num_tokens),
+        )
 
     def get_handshake_metadata(self) -> AddressMetadata | None:
         """Where the scheduler reaches this rank's lookups, unless it shares the process."""
@@ -169,7 +178,21 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         report = None if self._worker is None else self._worker.report()
         return None if report is None else ReportMetadata(report)
 
+    @_guarded(_nothing)
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        return self._tally.take()
+
     # -- both ------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> ConnectorMetrics:
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @_guarded(_nothing)
     def shutdown(self) -> None:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEADLINE_S = 0.25
+DEADLINE_S = 1.0
 """For one question to all ranks together."""
 COOL_DOWN_S = 5.0
 """How long a rank that didn't answer isn't asked. Meanwhile nothing is a hit."""

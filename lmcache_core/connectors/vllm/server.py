@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,9 @@ from lmcache_core.identity import NamedContent
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.01
+PREFIX = "lmcache-core-rank-"
+STARTING_S = 60.0
+"""A folder that is younger may belong to a worker that doesn't listen yet."""
 
 
 class LookupServer:
@@ -33,7 +37,8 @@ class LookupServer:
         self._engine = engine
         self._near = engine.memory_tiers
         self.nonce = os.urandom(wire.NONCE_NBYTES)
-        self._folder = Path(tempfile.mkdtemp(prefix="lmcache-"))  # of mode 0700
+        _sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # of mode 0700
         self.path = str(self._folder / "rank")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connections: set[socket.socket] = set()
@@ -125,3 +130,18 @@ class LookupServer:
                 if arrival is not None:
                     arrival.cancel()
                 return True
+
+
+def _sweep() -> None:
+    """Removes the sockets of this user's workers that were killed: vLLM ends workers so that are slow to."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            status = folder.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < STARTING_S:
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.connect(str(folder / "rank"))
+        except ConnectionRefusedError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError as error:
+            log.debug("%s is left alone: %s", folder, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from lmcache_core.connectors.vllm.blocks import RequestBlocks
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
@@ -17,12 +18,20 @@ class WorkerSide:
     """One rank's loads and saves. For one thread; nothing that a tier does raises out of it."""
 
     def __init__(
-        self, engine: CacheEngine, blocks: OpaqueBlocks, block_tokens: int, *, rank: int = 0
+        self,
+        engine: CacheEngine,
+        blocks: OpaqueBlocks,
+        block_tokens: int,
+        *,
+        rank: int,
+        on_lost: Callable[[int], None],
     ) -> None:
+        """`on_lost` is told how many tokens a failed load leaves to compute."""
         self._engine = engine
         self._blocks = blocks
         self._block_tokens = block_tokens
         self._rank = rank
+        self._on_lost = on_lost
         self._near = engine.memory_tiers
         self._report: Report | None = None  # of this step
         self._failed_blocks: set[int] = set()  # of this step
@@ -40,6 +49,7 @@ class WorkerSide:
                     "request %s: %d promised tokens could not be loaded; they must be computed",
                     *(load.request_id, load.end - end),
                 )
+                self._on_lost(load.end - end)
                 failed[load.request_id] = end
                 blocks = load.block_ids[end // self._block_tokens : -(-load.end // self._block_tokens)]
                 self._failed_blocks.update(blocks)
