@@ -1,7 +1,8 @@
 """Putting values: whole or not at all, and in place of what was there at one stroke.
 
-A value of one piece is written by a transaction. One of several goes piece by piece into a temporary
-hash, which expires if nobody finishes it, and a script renames that over the value once it is complete.
+A short value is written by a transaction, during which the server serves nobody else. A longer one goes
+piece by piece into a temporary hash, which expires if nobody finishes it, and a script renames that over the
+value once it is complete.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ end
 return 1
 """
 """Puts a complete temporary hash in the place of the value, whose pin stays: 1, or 0 if it is incomplete."""
+_MOST_IN_TRANSACTION = 2
+"""Pieces: the server copies them in one go, in which it takes no other command."""
 _LEFTOVER_MS = b"%d" % (10 * 60 * 1000)
 """How long what a dead writer left behind stays; far longer than any put may take."""
 
@@ -55,33 +58,38 @@ class Writer:
                 batch.fail([index], BackendError("an empty value can't be stored"))
                 continue
             meta = Meta.of(os.urandom(VERSION_NBYTES), item.nbytes, self._piece_nbytes, item.parent)
-            commands = list(self._commands(item, batch.names[index], meta))
-            link.send(commands)
-            before, sent = sent, _Sent(index, item.nbytes, len(commands))
+            before, sent = sent, _Sent(index, item.nbytes, self._send(link, item, batch.names[index], meta))
             if before is not None:
                 _settle(link, before, batch)
         if sent is not None:
             _settle(link, sent, batch)
 
+    def _send(self, link: Link, item: Item, name: bytes, meta: Meta) -> int:
+        """Sends a put, lets go of the item's memory, and returns the number of replies to come."""
+        commands = list(self._commands(item, name, meta))
+        link.send(commands)
+        return len(commands)
+
     def _commands(self, item: Item, name: bytes, meta: Meta) -> Iterator[Command]:
         memory = Memory(item.views)
-        if meta.num_pieces == 1:
-            yield (b"MULTI",)
-            yield (b"UNLINK", name)
-            yield (b"HSET", name, META, meta.encode(), field(0), (meta.version, *memory.part(0, meta.nbytes)))
+        in_transaction = meta.num_pieces <= _MOST_IN_TRANSACTION
+        target = name if in_transaction else self._names.temporary(item.key, meta.version)
+        described: Command = (b"HSET", target, META, meta.encode())
+        pieces: list[Command] = [
+            (b"HSET", target, field(index), (meta.version, *memory.part(*meta.piece(index))))
+            for index in range(meta.num_pieces)
+        ]
+        if in_transaction:
+            yield from ((b"MULTI",), (b"UNLINK", name), described, *pieces)
             if self._keeps_pins:
                 yield (b"EVAL", EXPIRE_UNLESS_PINNED, b"2", name, self._names.pins, self._ttl_ms)
             elif self._ttl_ms:
                 yield (b"PEXPIRE", name, self._ttl_ms)
             yield (b"EXEC",)
             return
-        temporary = self._names.temporary(item.key, meta.version)
-        yield (b"HSET", temporary, META, meta.encode())
-        yield (b"PEXPIRE", temporary, _LEFTOVER_MS)
-        for index in range(meta.num_pieces):
-            yield (b"HSET", temporary, field(index), (meta.version, *memory.part(*meta.piece(index))))
+        yield from (described, (b"PEXPIRE", target, _LEFTOVER_MS), *pieces)
         complete = b"%d" % (meta.num_pieces + 1)
-        keys = (temporary, name, self._names.pins) if self._keeps_pins else (temporary, name)
+        keys = (target, name, self._names.pins) if self._keeps_pins else (target, name)
         yield (b"EVAL", COMMIT, b"%d" % len(keys), *keys, complete, self._ttl_ms)
 
 
