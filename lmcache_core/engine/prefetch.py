@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
+
+from lmcache_core.storage.threads import start_thread
 
 
 class Prefetch:
@@ -16,18 +17,17 @@ class Prefetch:
         self._arrivals = arrivals
         self._num_tokens = 0
         self._cancelled = False
-        self._thread = threading.Thread(target=self._run, name="lmcache prefetch", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the system gives no more threads: nothing is brought
-            arrivals.close()
+        self._thread = start_thread(self._run, "lmcache prefetch", arrivals.close)
 
     @property
     def done(self) -> bool:
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Waits for the end; returns the tokens that are in memory so far."""
+        """Waits for the end; returns the tokens that are in memory so far.
+
+        Where the system gives no thread, nothing is brought, and that is the end.
+        """
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return self._num_tokens

@@ -29,7 +29,7 @@ class Crew:
                 name = f"lmcache-{self._tier}-{claim[0]}"
                 threading.Thread(target=self._work, args=(claim,), name=name, daemon=True).start()
         except RuntimeError:  # the system refuses: the threads there are will do; without any, nothing runs
-            return self._traffic.unclaim_thread()
+            return self._traffic.unclaim_thread() if _popped(claim) else []
         except BaseException:
             if _popped(claim):
                 self._traffic.disclaim_thread()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from lmcache_core.storage.faults import is_interrupt
+from lmcache_core.storage.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class SerialThread:
         self._pid = os.getpid()
         self._functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the two below, and that nothing is queued after the end mark
-        self._thread: threading.Thread | None = None
+        self._running = False  # the thread is there
         self._closed = False
 
     def submit(self, function: Callable[[], None]) -> None:
@@ -49,24 +50,12 @@ class SerialThread:
                 self._functions.put(None)
 
     def _has_thread(self) -> bool:
-        if self._thread is not None:
-            return True
-        claim = [None]  # who pops it has it: the thread, or we, when Ctrl-C came before the thread
-        thread = threading.Thread(target=self._work, args=(claim,), name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system refuses more threads, or the interpreter is ending
-            return False
-        except BaseException:
-            if not _popped(claim):
-                self._thread = thread
-            raise
-        self._thread = thread
-        return True
+        if not self._running:
+            self._running = start_thread(self._work, self._name).is_alive()
+        return self._running
 
-    def _work(self, claim: list[None]) -> None:
-        if not _popped(claim):
-            return
+    def _work(self) -> None:
+        self._running = True  # also where Ctrl-C came before `_has_thread` could say so
         while (function := self._functions.get()) is not None:
             _run(function)
             del function  # keeps memory alive otherwise, until the next one comes
@@ -79,11 +68,3 @@ def _run(function: Callable[[], None]) -> None:
         if is_interrupt(error):
             raise
         log.exception("a function on a thread of the cache's raised")
-
-
-def _popped(claim: list[None]) -> bool:
-    try:
-        claim.pop()
-    except IndexError:
-        return False
-    return True
