@@ -42,7 +42,7 @@ else
 endif
 
 test-vllm: $(VLLM_VENV)/.packages
-	$(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
+	$(VLLM_BIN)/python -m pytest tests/vllm --timeout 600 -o faulthandler_timeout=590 $(PYTEST_ARGS)
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check

@@ -57,6 +57,7 @@ def main() -> None:
             "tiers": {tier.name: {"entries": tier.entries, **tier.counters} for tier in seen.tiers},
             "leases": seen.memory.leases,
             "pins": len(engine._chain.pins.active()),
+            "tracked": len(llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._tracked),
             "resident_bytes": resident_bytes(),
         }
 

@@ -56,7 +56,7 @@ def engine(model: Path, log: Path) -> Iterator[Engine]:
 
 def idle(engine: Engine) -> bool:
     seen = engine.ask("stats")
-    return (seen["leases"], seen["pins"]) == (0, 0)
+    return (seen["leases"], seen["pins"], seen["tracked"]) == (0, 0, 0)
 
 
 def test_preempted_requests_answer_as_others(engine: Engine, expected: list[list[int]]) -> None:
@@ -109,3 +109,18 @@ def test_a_tier_that_hangs_costs_no_more_than_its_deadline(engine: Engine, expec
     engine.ask("hang_gets", False)
     assert said(engine.generate(*REQUESTS)) == expected
     assert idle(engine)
+
+
+def test_many_requests_leave_nothing_behind(engine: Engine) -> None:
+    requests = [
+        Request([*SHARED[: 256 * (i % 3)], *tokens(20 + i % 200, seed=1000 + i)], max_tokens=2)
+        for i in range(600)
+    ]
+    engine.generate(*requests[:100])  # fills the tiers and vLLM's own pools
+    before = engine.ask("stats")["resident_bytes"]
+    engine.ask("fail_gets", 5)
+    answers = engine.generate(*requests[100:])
+    engine.ask("fail_gets", 0)
+    assert all(answer.reason == "length" for answer in answers)
+    assert idle(engine)
+    assert engine.ask("stats")["resident_bytes"] - before < 64 << 20

@@ -100,7 +100,8 @@ class SchedulerSide:
         if num_tokens <= 0:
             self._release(tracked)
             return 0, False
-        tracked.offer = NamedContent.of(tracked.content, held.num_tokens)
+        if tracked.offer is None:
+            tracked.offer = NamedContent.of(tracked.content, held.num_tokens)
         tracked.num_local = num_local
         return num_tokens, False
 
