@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import lmcache_core_kernels
@@ -59,9 +60,8 @@ class Fault(ctypes.Structure):
 
 OK, BAD_SLOT, SLOT_TWICE, OVERLAP, BAD_SHAPE, NO_MEMORY, CUDA = range(7)
 
-_lock = threading.Lock()  # guards _loaded and _python
+_lock = threading.Lock()  # guards _loaded
 _loaded: dict[str, ctypes.CDLL] = {}
-_python: list[ctypes.PyDLL] = []
 
 
 def host_library() -> ctypes.CDLL:
@@ -91,24 +91,25 @@ def _path(name: str) -> Path:
     return next((d / file for d in directories if (d / file).exists()), directories[0] / file)
 
 
-def python_library() -> ctypes.PyDLL:
-    """The functions that call back into Python: they keep the GIL and raise what Python raised."""
-    with _lock:
-        if not _python:
-            host = ctypes.PyDLL(str(_path("lmcache_core_kernels")))
-            host.lmck_take_buffers.argtypes = [
-                ctypes.c_void_p,
-                ctypes.c_void_p,
-                ctypes.c_void_p,
-                ctypes.c_int64,
-                ctypes.c_int32,
-                ctypes.c_void_p,
-            ]
-            host.lmck_take_buffers.restype = None
-            host.lmck_release_buffers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-            host.lmck_release_buffers.restype = None
-            _python.append(host)
-        return _python[0]
+@lru_cache(maxsize=1)
+def python_library() -> tuple[ctypes.PyDLL, int, int]:
+    """The functions that call back into Python, and what they call: PyObject_GetBuffer and PyBuffer_Release.
+
+    They keep the GIL and raise what Python raised.
+    """
+    host = ctypes.PyDLL(str(_path("lmcache_core_kernels")))
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    host.lmck_take_buffers.argtypes = [pointer, pointer, pointer, count, ctypes.c_int32, pointer]
+    host.lmck_take_buffers.restype = None
+    host.lmck_release_buffers.argtypes = [pointer, pointer, count]
+    host.lmck_release_buffers.restype = None
+    python = ctypes.pythonapi
+    get, release = (
+        ctypes.cast(f, pointer).value for f in (python.PyObject_GetBuffer, python.PyBuffer_Release)
+    )
+    assert get is not None
+    assert release is not None
+    return host, get, release
 
 
 def _load(name: str, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:

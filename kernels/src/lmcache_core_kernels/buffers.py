@@ -32,25 +32,19 @@ class Buffers:
         self._taken = 0
 
     def __enter__(self) -> Self:
+        library, get, _ = python_library()
         count = len(self._views)
-        self._memory = (ctypes.c_uint64 * (_WORDS * count))()
-        taken = ctypes.c_int64()
-        objects = array("Q", map(id, self._views))
+        self._memory = memory = (ctypes.c_uint64 * (_WORDS * count))()
+        objects, taken = array("Q", map(id, self._views)), ctypes.c_int64()
         try:
-            python_library().lmck_take_buffers(
-                ctypes.pythonapi.PyObject_GetBuffer,
-                objects.buffer_info()[0],
-                self._memory,
-                count,
-                self._writable,
-                ctypes.byref(taken),
-            )
+            address, _ = objects.buffer_info()
+            library.lmck_take_buffers(get, address, memory, count, self._writable, ctypes.addressof(taken))
         finally:
             self._taken = taken.value
             if self._taken < count:
                 self._give_back()
-        self.addresses: list[int] = self._memory[0::_WORDS]
-        self.nbytes: list[int] = self._memory[2::_WORDS]
+        self.addresses: list[int] = memory[0::_WORDS]
+        self.nbytes: list[int] = memory[2::_WORDS]
         return self
 
     def __exit__(
@@ -62,5 +56,6 @@ class Buffers:
         self._give_back()
 
     def _give_back(self) -> None:
+        library, _, release = python_library()
         count, self._taken = self._taken, 0
-        python_library().lmck_release_buffers(ctypes.pythonapi.PyBuffer_Release, self._memory, count)
+        library.lmck_release_buffers(release, self._memory, count)
