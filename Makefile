@@ -59,6 +59,7 @@ reports: $(VENV)/.packages
 	mkdir -p $(REPORTS)
 	$(call CERTIFY,cpu,CpuHarness)
 	$(call CERTIFY,disk,DiskHarness)
+	$(call CERTIFY,redis,RedisHarness)
 	$(BIN)/python docs/generate_conformance.py
 
 # Some systems ship Python without ensurepip: their own pip then installs one into the environment.
