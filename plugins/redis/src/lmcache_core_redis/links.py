@@ -58,14 +58,8 @@ class Links:
                     raise ValueError(f"{sent!r} came back as {bytes(received)!r}")
         except BackendError:
             raise
-        except Exception:  # recorded boundary: what another redis-py may do with our receiver
-            log.warning(
-                "redis-py %s doesn't work with this backend's zero-copy receiver: values are copied, "
-                "which is slower; install a redis that the backend was tested with",
-                redis.__version__,
-                exc_info=True,
-            )
-            self._plain = True
+        except Exception:  # noqa: BLE001  # recorded boundary: what another redis-py may do with our receiver
+            self._fall_back()
 
     @contextmanager
     def to(self, node: Node, call: Call, *, asking: bool = False) -> Iterator[Link]:
@@ -116,10 +110,29 @@ class Links:
                 where = self._where(node)
                 if self._plain:
                     return PlainLink(node, where, self._account, call)
-                return DirectLink(node, where, self._account, call, self._sockets)
+                return self._dial(node, where, call)
             if not link.stale:
                 return link
             link.close()
+
+    def _dial(self, node: Node, where: Where, call: Call) -> Link:
+        try:
+            return DirectLink(node, where, self._account, call, self._sockets)
+        except (OSError, RedisError, BackendError):
+            raise
+        except Exception:  # noqa: BLE001  # recorded boundary, as in `try_out`
+            self._fall_back()
+            return PlainLink(node, where, self._account, call)
+
+    def _fall_back(self) -> None:
+        """Uses redis-py as it comes from now on. To be called where an error is handled."""
+        log.warning(
+            "redis-py %s doesn't work with this backend's zero-copy receiver: values are copied, "
+            "which is slower; install a redis that the backend was tested with",
+            redis.__version__,
+            exc_info=True,
+        )
+        self._plain = True
 
     def _give_back(self, node: Node, link: Link) -> None:
         with self._lock:
