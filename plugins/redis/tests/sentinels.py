@@ -66,7 +66,10 @@ class SentinelSite:
 
     def _replica_is_primary(self) -> bool:
         _, port = self._ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", GROUP)
-        role = _info(self.replica.client(), "replication")["role"]
+        try:
+            role = _info(self.replica.client(), "replication")["role"]
+        except redis.ConnectionError:  # the Sentinel ends every connection to what it promotes
+            return False
         return int(port) == self.replica.port and bool(role == "master")
 
     def _ask(self, *command: str) -> Any:
