@@ -9,7 +9,7 @@ import torch
 
 from lmcache_core.connectors.vllm.plan import Load, Save, Step
 from lmcache_core.connectors.vllm.worker import WorkerSide
-from lmcache_core.engine import CacheEngine
+from lmcache_core.engine import CacheEngine, StoreResult
 from lmcache_core.identity import Content, ModelRecord, NamedContent, Part
 from lmcache_core.kernels import OpaqueBlocks
 
@@ -136,6 +136,21 @@ def test_nothing_computed_on_a_block_that_was_not_filled_is_kept_until_the_sched
     assert worker.held(64) == 0
     worker.save(64, [5, 6, 7, 8], confirmed=failed.number)
     assert worker.held(64) == 64
+
+
+def test_a_step_waits_for_memory_once_however_much_it_has_to_save(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def full(content: NamedContent, source: object) -> StoreResult:
+        asked.append(content.num_tokens)
+        return StoreResult(num_tokens=0, num_known_tokens=0, num_skipped_tokens=content.num_tokens)
+
+    monkeypatch.setattr(worker.engine, "store", full)
+    saves = [Save(request_id="r", content=worker.names(count), block_ids=[0, 1]) for count in (32, 64)]
+    worker.side.save(Step(saves=saves, number=1))
+    assert asked == [32]
 
 
 def test_a_step_without_loads_reports_nothing(worker: Worker) -> None:

@@ -64,8 +64,8 @@ class WorkerSide:
                 block: number for block, number in self._bad_blocks.items() if number > step.confirmed
             }
         for save in step.saves:
-            if self._bad_blocks.keys().isdisjoint(save.block_ids):
-                self._save(save)
+            if self._bad_blocks.keys().isdisjoint(save.block_ids) and not self._save(save):
+                return  # no memory: the others would wait for it in vain, one after the other
 
     def report(self) -> Report | None:
         """How the step's loads went, once."""
@@ -93,9 +93,11 @@ class WorkerSide:
             except LMCacheError as error:
                 log.warning("request %s: %s", load.request_id, error)
 
-    def _save(self, save: Save) -> None:
+    def _save(self, save: Save) -> bool:
+        """Whether there was room for all of it."""
         source = RequestBlocks(self._blocks, self._block_tokens, save.block_ids)
         try:
-            self._engine.store(save.content, source)
+            return not self._engine.store(save.content, source).num_skipped_tokens
         except Exception:  # recorded boundary: what can't be stored will be computed again
             log.exception("request %s: storing failed", save.request_id)
+            return True
