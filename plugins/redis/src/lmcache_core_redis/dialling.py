@@ -79,10 +79,10 @@ class Sockets:
                     continue  # not connected yet, or not any more
 
 
-class _Bounded(AbstractConnection):
+class BoundedConnection(AbstractConnection):
     """Time-outs come from the call; the socket can be shut from the first wait on it."""
 
-    call: Call
+    call: Call | None
     sockets: Sockets
 
     def disconnect(self, *args: object, **kwargs: object) -> None:
@@ -117,7 +117,7 @@ class _Bounded(AbstractConnection):
             raise
 
 
-class _BoundedTcp(_Bounded, Connection):
+class _BoundedTcp(BoundedConnection, Connection):
     def _connect(self) -> socket.socket:
         last = OSError("the name has no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -149,7 +149,7 @@ class _BoundedTls(_BoundedTcp, SSLConnection):
         return wrapped
 
 
-class _BoundedUnix(_Bounded, UnixDomainSocketConnection):
+class _BoundedUnix(BoundedConnection, UnixDomainSocketConnection):
     def _connect(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.reach(sock, self.path)
@@ -158,9 +158,11 @@ class _BoundedUnix(_Bounded, UnixDomainSocketConnection):
 
 def bounded_connection(
     node: Node, account: Account, call: Call, sockets: Sockets
-) -> tuple[AbstractConnection, Receiver]:
+) -> tuple[BoundedConnection, Receiver]:
     """A connection to `node`, not yet made, and what will receive its replies. `call` bounds every wait."""
-    kind: Callable[..., _Bounded] = _BoundedUnix if node.path else _BoundedTls if account.tls else _BoundedTcp
+    kind: Callable[..., BoundedConnection] = (
+        _BoundedUnix if node.path else _BoundedTls if account.tls else _BoundedTcp
+    )
     connection = kind(**_options(node, account), parser_class=Receiver)
     receiver = connection._get_parser()
     assert isinstance(receiver, Receiver)
@@ -200,9 +202,9 @@ def _options(node: Node, account: Account) -> dict[str, Any]:
     return options
 
 
-def _left(call: Call) -> float:
+def _left(call: Call | None) -> float:
     """What remains of the call. Not nothing, which means "don't wait", nor an error amid redis-py's code."""
     try:
-        return call.remaining()
+        return call.remaining() if call is not None else _NO_TIME_S
     except DeadlineExceeded:
         return _NO_TIME_S

@@ -18,7 +18,8 @@ class DirectLink(Link):
         self._connection, self._receiver = bounded_connection(node, account, call, sockets)
         self._connection.connect()  # type: ignore[no-untyped-call]  # redis-py's
 
-    def _arm(self, call: Call) -> None:
+    def _arm(self, call: Call | None) -> None:
+        self._connection.call = None  # which was for connecting
         self._receiver.arm(call)
 
     @property
@@ -26,7 +27,7 @@ class DirectLink(Link):
         return self._receiver.stirs
 
     def close(self) -> None:
-        self._connection.disconnect()  # type: ignore[no-untyped-call]
+        self._connection.disconnect()
         self._receiver.arm(None)
 
     def _send(self, buffers: Sequence[Buffer]) -> None:

@@ -30,6 +30,10 @@ class Link(ABC):
         self._elements = 0
         self._arm(call)
 
+    def rest(self) -> None:
+        """Lets go of the call, which holds the caller's memory."""
+        self._arm(None)
+
     def send(self, commands: Iterable[Command]) -> None:
         if self._asking:
             commands = chain.from_iterable(((b"ASKING",), command) for command in commands)
@@ -73,8 +77,8 @@ class Link(ABC):
     def close(self) -> None: ...
 
     @abstractmethod
-    def _arm(self, call: Call) -> None:
-        """Bounds every wait by `call`."""
+    def _arm(self, call: Call | None) -> None:
+        """Bounds every wait by `call`; None: there will be none."""
 
     @abstractmethod
     def _send(self, buffers: Sequence[Buffer]) -> None: ...

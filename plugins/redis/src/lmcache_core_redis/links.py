@@ -135,6 +135,7 @@ class Links:
         self._plain = True
 
     def _give_back(self, node: Node, link: Link) -> None:
+        link.rest()
         with self._lock:
             if not self._closed:
                 self._idle.setdefault(node, []).append(link)

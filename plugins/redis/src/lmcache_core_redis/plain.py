@@ -21,12 +21,12 @@ class PlainLink(Link):
 
     def __init__(self, node: Node, where: Where, account: Account, call: Call) -> None:
         super().__init__(node, where)
-        self._call = call
+        self._call: Call | None = call
         self._queue: deque[Reply] = deque()
         self._connection: AbstractConnection = plain_connection(node, account, call.remaining())
         self._connection.connect()  # type: ignore[no-untyped-call]  # redis-py's
 
-    def _arm(self, call: Call) -> None:
+    def _arm(self, call: Call | None) -> None:
         self._call = call
 
     @property
@@ -40,16 +40,18 @@ class PlainLink(Link):
         self._connection.disconnect()  # type: ignore[no-untyped-call]
 
     def _send(self, buffers: Sequence[Buffer]) -> None:
-        self._call.remaining()
+        self._remaining()
         self._connection.send_packed_command(buffers)  # type: ignore[no-untyped-call]
+
+    def _remaining(self) -> float:
+        assert self._call is not None
+        return self._call.remaining()
 
     def _reply(self) -> Reply:
         if self._queue:
             return self._queue.popleft()
         try:
-            reply: object = self._connection.read_response(
-                disable_decoding=True, timeout=self._call.remaining()
-            )
+            reply: object = self._connection.read_response(disable_decoding=True, timeout=self._remaining())
         except ResponseError as error:
             reply = error
         return _ours(reply)
