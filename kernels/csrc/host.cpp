@@ -186,8 +186,6 @@ void move_layer(const Shape &shape, const std::vector<Run> &runs, const lmck_pla
 void convert_layer(const Shape &shape, const std::vector<Run> &runs, const lmck_plane *planes, uint64_t segment,
                    int64_t dim, bool gather) {
   const Instructions &with = instructions();
-  std::vector<uint16_t> row(static_cast<size_t>(dim));  // aligned, whatever the engine's rows are
-  const size_t row_nbytes = static_cast<size_t>(dim) * sizeof(uint16_t);
   for (const Run &run : runs) {
     for (int64_t i = 0; i < run.count; ++i) {
       for (int64_t head = 0; head < shape.num_heads; ++head) {
@@ -199,15 +197,13 @@ void convert_layer(const Shape &shape, const std::vector<Run> &runs, const lmck_
               paged_row(planes[apart ? kind : 0], shape.block_slots, head, run.slot + i));
           if (!apart) paged += kind * dim * 2;
           uint8_t *scale_at = packed + 2 * dim + 4 * kind;
-          float scale;
           if (gather) {
-            std::memcpy(row.data(), paged, row_nbytes);
-            scale = with.narrow(packed + kind * dim, row.data(), dim);
+            const float scale = with.narrow(packed + kind * dim, paged, dim);
             std::memcpy(scale_at, &scale, sizeof scale);
           } else {
+            float scale;
             std::memcpy(&scale, scale_at, sizeof scale);
-            with.widen(row.data(), packed + kind * dim, dim, scale);
-            std::memcpy(paged, row.data(), row_nbytes);
+            with.widen(paged, packed + kind * dim, dim, scale);
           }
         }
       }
@@ -215,7 +211,7 @@ void convert_layer(const Shape &shape, const std::vector<Run> &runs, const lmck_
   }
 }
 
-// Runs `work(i)` for every i below `count`, on this thread and at most `num_threads - 1` more.
+// Runs `work(i)` for every i below `count`, on this thread and at most `num_threads - 1` more. It must not throw.
 template <typename Work>
 void in_parallel(int64_t count, int64_t num_threads, const Work &work) {
   std::atomic<int64_t> next{0};

@@ -92,11 +92,35 @@ inline float float_of(uint32_t bits) {
 constexpr float kLargest = 448.0f;           // of float8_e4m3fn
 constexpr float kSmallestScale = 0x1p-126f;  // keeps the division away from zero and subnormals
 
-float narrow(uint8_t *to, const uint16_t *from, int64_t dim) {
+// Rows are taken to registers and back in pieces of a fixed length, which compilers turn into vectors.
+constexpr int64_t kPiece = 32;
+
+inline uint8_t narrowed(uint16_t from, float scale) {
+  const float value = float_of(static_cast<uint32_t>(from) << 16) / scale;
+  const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff;
+  // To nearest, ties to even: 20 of 23 bits go; below 2^-6 the addition leaves multiples of 2^-9.
+  const uint32_t normal = ((magnitude + 0x7ffff + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
+  const uint32_t subnormal = bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f);
+  const uint32_t code = magnitude < bits_of(0x1p-6f) ? subnormal : normal;
+  return static_cast<uint8_t>((bits >> 24 & 0x80) | (code < 0x7e ? code : 0x7e));
+}
+
+inline uint16_t widened(uint8_t from, float scale) {
+  const uint32_t magnitude = from & 0x7fu, sign = (from & 0x80u) << 8;
+  const uint32_t bits = bits_of(float_of(magnitude << 20) * 0x1p120f * scale);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return static_cast<uint16_t>(sign | (magnitude == 0x7f ? 0x7fc0u : rounded));
+}
+
+float narrow(uint8_t *to, const uint8_t *from, int64_t dim) {
   uint16_t most = 0;  // magnitudes of bfloat16 are ordered as integers, NaN above infinity above all
-  for (int64_t i = 0; i < dim; ++i) {
-    const uint16_t magnitude = from[i] & 0x7fff;
-    most = magnitude > most ? magnitude : most;
+  for (int64_t first = 0; first < dim; first += kPiece) {
+    uint16_t piece[kPiece] = {};
+    memcpy(piece, from + 2 * first, 2 * static_cast<size_t>(dim - first < kPiece ? dim - first : kPiece));
+    for (int64_t i = 0; i < kPiece; ++i) {
+      const uint16_t magnitude = piece[i] & 0x7fff;
+      most = magnitude > most ? magnitude : most;
+    }
   }
   if (most >= 0x7f80) {
     memset(to, 0x7f, static_cast<size_t>(dim));
@@ -104,24 +128,25 @@ float narrow(uint8_t *to, const uint16_t *from, int64_t dim) {
   }
   const float largest = float_of(static_cast<uint32_t>(most) << 16) / kLargest;
   const float scale = largest > kSmallestScale ? largest : kSmallestScale;
-  for (int64_t i = 0; i < dim; ++i) {
-    const float value = float_of(static_cast<uint32_t>(from[i]) << 16) / scale;
-    const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff;
-    // To nearest, ties to even: 20 of 23 bits go; below 2^-6 the addition leaves multiples of 2^-9.
-    const uint32_t normal = ((magnitude + 0x7ffff + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
-    const uint32_t subnormal = bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f);
-    const uint32_t narrowed = magnitude < bits_of(0x1p-6f) ? subnormal : normal;
-    to[i] = static_cast<uint8_t>((bits >> 24 & 0x80) | (narrowed < 0x7e ? narrowed : 0x7e));
+  for (int64_t first = 0; first < dim; first += kPiece) {
+    const size_t count = static_cast<size_t>(dim - first < kPiece ? dim - first : kPiece);
+    uint16_t piece[kPiece] = {};
+    uint8_t codes[kPiece];
+    memcpy(piece, from + 2 * first, 2 * count);
+    for (int64_t i = 0; i < kPiece; ++i) codes[i] = narrowed(piece[i], scale);
+    memcpy(to + first, codes, count);
   }
   return scale;
 }
 
-void widen(uint16_t *to, const uint8_t *from, int64_t dim, float scale) {
-  for (int64_t i = 0; i < dim; ++i) {
-    const uint32_t magnitude = from[i] & 0x7fu, sign = (from[i] & 0x80u) << 8;
-    const uint32_t bits = bits_of(float_of(magnitude << 20) * 0x1p120f * scale);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    to[i] = static_cast<uint16_t>(sign | (magnitude == 0x7f ? 0x7fc0u : rounded));
+void widen(uint8_t *to, const uint8_t *from, int64_t dim, float scale) {
+  for (int64_t first = 0; first < dim; first += kPiece) {
+    const size_t count = static_cast<size_t>(dim - first < kPiece ? dim - first : kPiece);
+    uint8_t codes[kPiece] = {};
+    uint16_t piece[kPiece];
+    memcpy(codes, from + first, count);
+    for (int64_t i = 0; i < kPiece; ++i) piece[i] = widened(codes[i], scale);
+    memcpy(to + 2 * first, piece, 2 * count);
   }
 }
 

@@ -21,9 +21,9 @@ struct Instructions {
   // Copies a box. `stream` writes past the caches; the caller ends with `fence`.
   void (*copy)(const Box &box, bool stream);
   void (*fence)();
-  // `dim` bfloat16 to float8_e4m3fn, returning their scale, and back.
-  float (*narrow)(uint8_t *to, const uint16_t *from, int64_t dim);
-  void (*widen)(uint16_t *to, const uint8_t *from, int64_t dim, float scale);
+  // `dim` bfloat16 at any address to float8_e4m3fn, returning their scale, and back.
+  float (*narrow)(uint8_t *to, const uint8_t *from, int64_t dim);
+  void (*widen)(uint8_t *to, const uint8_t *from, int64_t dim, float scale);
   uint64_t (*checksum)(const void *memory, int64_t nbytes);
 };
 

@@ -1,88 +1,82 @@
-"""Whole blocks are copied byte for byte, and no others are touched."""
+"""Whole blocks, by the compiled kernels and without them, against slices of the engine's own tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import Tensor
 
 from lmcache_core.errors import UnsupportedModel
-from lmcache_core.kernels import OpaqueBlocks
+from lmcache_core.kernels import OpaqueBlocks, opaque
+from lmcache_core.kernels.compiled import native_library
 
-NUM_BLOCKS, SHAPE = 7, (2, 4, 6)
-NBYTES = 2 * 4 * 6 * 4
-
-
-def numbered(layer: int) -> Tensor:
-    return torch.arange(NUM_BLOCKS * 48, dtype=torch.float32).reshape(NUM_BLOCKS, *SHAPE) + 1000 * layer
+BLOCKS = 6
+MOVERS = ["memmove"] if native_library() is None else ["memmove", "compiled"]
 
 
-def interleaved() -> list[Tensor]:
-    """Layers that share one storage, block by block: a block's stride is that of all layers."""
-    storage = torch.empty(NUM_BLOCKS, 3, *SHAPE)
-    for layer in range(3):
-        storage[:, layer] = numbered(layer)
-    return [storage[:, layer] for layer in range(3)]
+@pytest.fixture(params=MOVERS, autouse=True)
+def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "memmove":
+        monkeypatch.setattr(opaque, "native_library", lambda: None)
+    return request.param
 
 
-LAYOUTS = {"separate": lambda: [numbered(layer) for layer in range(3)], "interleaved": interleaved}
+def layers_of(view: str) -> list[torch.Tensor]:
+    """Two layers `[blocks, 3, 7] int16`: on their own, or every second block of a larger tensor."""
+    whole = torch.randint(-(2**15), 2**15, [2, 2 * BLOCKS, 3, 7], dtype=torch.int16)
+    return [layer[::2] if view == "apart" else layer[BLOCKS:] for layer in whole]
 
 
-@pytest.fixture(params=LAYOUTS)
-def layers(request: pytest.FixtureRequest) -> list[Tensor]:
-    return LAYOUTS[request.param]()
+def payload_of(layers: list[torch.Tensor], block_ids: list[int]) -> list[bytes]:
+    return [b"".join(layer[i].contiguous().numpy().tobytes() for i in block_ids) for layer in layers]
 
 
-def payload(num_blocks: int, fill: int = 0xAB) -> list[memoryview]:
-    return [memoryview(bytearray([fill]) * (num_blocks * NBYTES)) for _ in range(3)]
-
-
-@pytest.mark.parametrize("ids", [[0], [6], [2, 3, 4], [5, 1, 2, 6], [4, 3, 2], list(range(NUM_BLOCKS))])
-def test_a_payload_holds_the_blocks_in_the_order_of_their_ids(layers: list[Tensor], ids: list[int]) -> None:
-    segments = payload(len(ids))
-    OpaqueBlocks(layers).gather(ids, segments)
-    for layer, segment in enumerate(segments):
-        assert bytes(segment) == numbered(layer)[ids].numpy().tobytes()
-
-
-@pytest.mark.parametrize("ids", [[0], [6], [2, 3, 4], [5, 1, 2, 6]])
-def test_blocks_take_the_payload_and_the_others_stay(layers: list[Tensor], ids: list[int]) -> None:
-    segments = [segment.toreadonly() for segment in payload(len(ids), fill=0)]
-    OpaqueBlocks(layers).scatter(ids, segments)
-    for layer, tensor in enumerate(layers):
-        expected = numbered(layer)
-        expected[ids] = 0
-        assert torch.equal(tensor, expected)
-
-
-@pytest.mark.parametrize("ids", [[], [-1], [NUM_BLOCKS], [1, 1]])
-def test_ids_that_make_no_sense_are_refused_before_anything_is_written(
-    layers: list[Tensor], ids: Sequence[int]
-) -> None:
-    before = [tensor.clone() for tensor in layers]
-    with pytest.raises(ValueError, match="block"):
-        OpaqueBlocks(layers).scatter(ids, payload(len(ids)))
-    assert all(torch.equal(tensor, was) for tensor, was in zip(layers, before, strict=True))
-
-
-def test_a_payload_of_another_size_or_that_may_not_be_written_is_refused(layers: list[Tensor]) -> None:
+@pytest.mark.parametrize("view", ["together", "apart"])
+@pytest.mark.parametrize("block_ids", [[0], [5, 0, 3], [1, 2, 3, 5], [2, 2]], ids=str)
+def test_gathered_blocks_lie_in_the_order_of_their_ids(view: str, block_ids: list[int]) -> None:
+    layers = layers_of(view)
     blocks = OpaqueBlocks(layers)
-    with pytest.raises(ValueError, match="segment 0 must be 192"):
-        blocks.gather([1], payload(2))
-    with pytest.raises(ValueError, match="2 payload segments for 3 layers"):
-        blocks.gather([1], payload(1)[:2])
+    payload = [memoryview(bytearray(len(block_ids) * blocks.block_nbytes)) for _ in layers]
+    blocks.gather(block_ids, payload)
+    assert [bytes(memory) for memory in payload] == payload_of(layers, block_ids)
+
+
+@pytest.mark.parametrize("view", ["together", "apart"])
+@pytest.mark.parametrize("block_ids", [[0], [5, 0, 3], [1, 2, 3, 5]], ids=str)
+def test_scattered_blocks_are_written_and_no_other(view: str, block_ids: list[int]) -> None:
+    source, target = layers_of(view), layers_of(view)
+    before = [layer.clone() for layer in target]
+    payload = [memoryview(memory) for memory in payload_of(source, block_ids)]
+    OpaqueBlocks(target).scatter(block_ids, payload)
+    for got, new, old in zip(target, source, before, strict=True):
+        for block in range(BLOCKS):
+            assert torch.equal(got[block], (new if block in block_ids else old)[block])
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "message"), [([6], "among 6"), ([-1], "among 6"), ([], "among 6")], ids=str
+)
+def test_blocks_that_are_not_there_move_nothing(block_ids: list[int], message: str) -> None:
+    layers = layers_of("together")
+    blocks = OpaqueBlocks(layers)
+    payload = [memoryview(bytearray(max(1, len(block_ids)) * blocks.block_nbytes)) for _ in layers]
+    for move in (blocks.gather, blocks.scatter):
+        with pytest.raises(ValueError, match=message):
+            move(block_ids, payload)
+    assert not any(any(memory) for memory in payload)
+
+
+def test_a_scatter_that_names_a_block_twice_and_short_payloads_are_refused() -> None:
+    layers = layers_of("together")
+    blocks = OpaqueBlocks(layers)
+    payload = [memoryview(bytearray(2 * blocks.block_nbytes)) for _ in layers]
+    with pytest.raises(ValueError, match="named twice"):
+        blocks.scatter([3, 3], payload)
+    with pytest.raises(ValueError, match="payload segment 0 must be 126"):
+        blocks.gather([1, 2, 3], payload)
     with pytest.raises(ValueError, match="read-only: True"):
-        blocks.gather([1], [segment.toreadonly() for segment in payload(1)])
+        blocks.gather([1, 2], [memory.toreadonly() for memory in payload])
 
 
-def test_tensors_whose_blocks_are_not_whole_are_refused() -> None:
+def test_blocks_with_holes_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="holes or overlap"):
-        OpaqueBlocks([numbered(0).transpose(1, 2)])
-    with pytest.raises(UnsupportedModel, match="holes or overlap"):
-        OpaqueBlocks([numbered(0)[:1].expand(NUM_BLOCKS, *SHAPE)])
-    with pytest.raises(UnsupportedModel, match=r"tensor 1 is torch.float16"):
-        OpaqueBlocks([numbered(0), numbered(0).half()])
-    with pytest.raises(UnsupportedModel, match="only cpu"):
-        OpaqueBlocks([torch.empty(2, 2, device="meta")])
+        OpaqueBlocks([torch.zeros(4, 3, 8)[..., :6]])
