@@ -10,13 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from lmcache_core.sdk import ALIGNMENT, ByteSize, Duration, Secret
+from lmcache_core_redis.layout import LARGEST_PIECE, LEAST_PIECE
 from lmcache_core_redis.node import Servers, parse_url
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DEFAULT_PIECE = ByteSize(4 * 1024 * 1024 - ALIGNMENT)
 """With its version just below 4 MiB, where the server's allocator has a size class."""
-_LEAST_PIECE = ByteSize("64KiB")
-_LARGEST_PIECE = ByteSize("64MiB")
 _LEAST_TTL = Duration("1s")
 
 
@@ -89,10 +88,8 @@ class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         servers = parse_url(self.url)
         if not _NAMESPACE.fullmatch(self.namespace):
             raise ValueError("namespace: use 1 to 64 letters, digits, '_' and '-'")
-        if self.piece_bytes % ALIGNMENT or not _LEAST_PIECE <= self.piece_bytes <= _LARGEST_PIECE:
-            raise ValueError(
-                f"piece_bytes: must be a multiple of 4096 from {_LEAST_PIECE} to {_LARGEST_PIECE}"
-            )
+        if self.piece_bytes % ALIGNMENT or not LEAST_PIECE <= self.piece_bytes <= LARGEST_PIECE:
+            raise ValueError(f"piece_bytes: must be a multiple of 4096 from {LEAST_PIECE} to {LARGEST_PIECE}")
         if self.ttl is not None and self.ttl < _LEAST_TTL:
             raise ValueError(f"ttl: {self.ttl} can't work; set at least {_LEAST_TTL}")
         self._check_kind(servers)

@@ -13,7 +13,7 @@ from typing import Any
 
 from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 
-from lmcache_core.sdk import Call, DeadlineExceeded, Secret
+from lmcache_core.sdk import BackendUnavailable, Call, DeadlineExceeded, Secret
 from lmcache_core_redis.node import Node
 from lmcache_core_redis.resp import Receiver
 
@@ -35,6 +35,20 @@ class Account:
     @property
     def user(self) -> str:
         return self.username or "default"
+
+    def check_files(self) -> None:
+        """
+        Raises:
+            BackendUnavailable: one of the TLS files can't be read. The drivers' own messages don't say which.
+        """
+        for option in ("tls_ca", "tls_cert", "tls_key"):
+            path: Path | None = getattr(self, option)
+            if path is None:
+                continue
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                raise BackendUnavailable(f"{option}: {path} can't be read: {error.strerror}") from None
 
 
 class Sockets:
@@ -105,11 +119,11 @@ class BoundedConnection(AbstractConnection):
     def socket_connect_timeout(self, value: float | None) -> None:
         """As above."""
 
-    def reach(self, sock: socket.socket, address: tuple[Any, ...] | str) -> None:
-        """Connects `sock`, or closes it and raises."""
+    def reach(self, sock: socket.socket, address: tuple[Any, ...] | str, share: float = 1.0) -> None:
+        """Connects `sock` within this share of what remains of the call, or closes it and raises."""
         try:
             self.sockets.enter(self, sock)
-            sock.settimeout(_left(self.call))
+            sock.settimeout(_left(self.call) * share)
             sock.connect(address)
         except BaseException:
             self.sockets.leave(self)
@@ -120,13 +134,15 @@ class BoundedConnection(AbstractConnection):
 class _BoundedTcp(BoundedConnection, Connection):
     def _connect(self) -> socket.socket:
         last = OSError("the name has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            self.host, self.port, type=socket.SOCK_STREAM
-        ):
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            raise OSError(f"not the name of a host: {error}") from None
+        for position, (family, kind, protocol, _, address) in enumerate(found):
             sock = socket.socket(family, kind, protocol)
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self.reach(sock, address)
+                self.reach(sock, address, 1 / (len(found) - position))
                 return sock
             except OSError as error:
                 last = error
@@ -142,9 +158,11 @@ class _BoundedTls(_BoundedTcp, SSLConnection):
                 sock.settimeout(_left(self.call))
                 wrapped: ssl.SSLSocket = self._wrap_socket_with_ssl(sock)  # type: ignore[no-untyped-call]
                 self.sockets.enter(self, wrapped)
-            except BaseException:
+            except BaseException as error:
                 self.sockets.leave(self)
                 sock.close()
+                if isinstance(error, TimeoutError):  # so ends, too, what a server without TLS waits for
+                    raise OSError("no TLS handshake in time; does the server speak TLS?") from None
                 raise
         return wrapped
 
@@ -199,6 +217,7 @@ def _options(node: Node, account: Account) -> dict[str, Any]:
             "ssl_keyfile": account.tls_key,
         }
         options |= {name: str(path) for name, path in files.items() if path is not None}
+        options["ssl_password"] = ""  # a key that needs one is refused, instead of asked for on the terminal
     return options
 
 

@@ -11,12 +11,14 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lmcache_core.sdk import StorageKey, storage_key
+from lmcache_core.sdk import ByteSize, StorageKey, storage_key
 
 VERSION_NBYTES = 16
 META = b"m"
 _FORMAT = 1
 _HEAD = struct.Struct("<B16sQII")  # format, version, nbytes, piece nbytes, number of pieces
+LEAST_PIECE = ByteSize("64KiB")
+LARGEST_PIECE = ByteSize("64MiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,12 @@ class Meta(NamedTuple):
         if len(text) < _HEAD.size:
             return None
         format_, version, nbytes, piece_nbytes, num_pieces = _HEAD.unpack_from(text)
-        sound = format_ == _FORMAT and nbytes and piece_nbytes and num_pieces == -(-nbytes // piece_nbytes)
+        sound = (
+            format_ == _FORMAT
+            and nbytes
+            and LEAST_PIECE <= piece_nbytes <= LARGEST_PIECE
+            and num_pieces == -(-nbytes // piece_nbytes)
+        )
         return cls(version, nbytes, piece_nbytes, num_pieces, text[_HEAD.size :]) if sound else None
 
     def piece(self, index: int) -> tuple[int, int]:

@@ -37,7 +37,10 @@ def parse_url(url: str) -> Servers:
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in ("redis", "rediss", "unix"):
         raise ValueError("url: must begin with redis://, rediss:// or unix://")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # which may repeat it
+        raise ValueError("url: its host can't be read; write redis://host:6379/0") from None
     if "@" in parts.netloc:
         raise ValueError("url: leave the user out; set `username` and `password`, which are never shown")
     if parts.query or parts.fragment:
@@ -51,9 +54,16 @@ def parse_url(url: str) -> Servers:
 
 
 def parse_node(text: str) -> Node:
-    """`host:port` as a server reports it, IPv6 addresses with or without brackets."""
+    """`host:port` as a server reports it, IPv6 addresses with or without brackets.
+
+    Raises:
+        ValueError: not that.
+    """
     host, _, port = text.rpartition(":")
-    return Node(host.removeprefix("[").removesuffix("]"), int(port))
+    node = Node(host.removeprefix("[").removesuffix("]"), int(port))
+    if not 0 < node.port < 65536:
+        raise ValueError(f"no port: {port}")
+    return node
 
 
 def _node(text: str) -> Node:
@@ -62,7 +72,7 @@ def _node(text: str) -> Node:
         node = parse_node(text if has_port else f"{text}:{DEFAULT_PORT}")
     except ValueError:
         node = Node()
-    if not node.host or not 0 < node.port < 65536:
+    if not node.host:
         raise ValueError("url: hosts are written host or host:port, parted by commas")
     return node
 

@@ -19,8 +19,10 @@ Place = Callable[[int], Sequence[memoryview]]
 """Says where a bulk string of so many bytes goes: memory of exactly that length."""
 
 _READ_NBYTES = 1 << 14  # more would be copied twice where a long string follows
-_MAX_REPLY_NBYTES = 1 << 24  # of a reply that isn't placed: names, small fields
+_MAX_REPLY_NBYTES = 1 << 16  # of a string that isn't placed: names, descriptions, what INFO tells
+_MAX_PLACED_NBYTES = 1 << 30  # twice what a server takes by default
 _MAX_ELEMENTS = 1 << 20
+_MAX_DEPTH = 8  # of arrays in arrays
 _MAX_INTEGER = (1 << 63) - 1
 _CRLF = b"\r\n"
 _BULK, _INTEGER = b"$:"
@@ -98,8 +100,8 @@ class Receiver(BaseParser):
     def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Reply:
         return self.reply()
 
-    def reply(self) -> Reply:
-        """The next reply, whatever it is.
+    def reply(self, depth: int = 0) -> Reply:
+        """The next reply, whatever it is. A string longer than any that is due is read past, and empty.
 
         Raises:
             DeadlineExceeded, BackendUnavailable, OSError: it didn't come (whole).
@@ -107,11 +109,11 @@ class Receiver(BaseParser):
         """
         kind, text = self._head()
         if kind == b"$":
-            length = _number(text, _MAX_REPLY_NBYTES)
+            length = _number(text, _MAX_PLACED_NBYTES)
             return None if length < 0 else self._bytes(length)
-        if kind == b"*":
+        if kind == b"*" and depth < _MAX_DEPTH:
             length = _number(text, _MAX_ELEMENTS)
-            return None if length < 0 else [self.reply() for _ in range(length)]
+            return None if length < 0 else [self.reply(depth + 1) for _ in range(length)]
         if kind == b":":
             return _number(text, _MAX_INTEGER)
         if kind == b"+":
@@ -128,7 +130,7 @@ class Receiver(BaseParser):
             start, end = self._start, self._end
             at = buffer.find(_CRLF, start, end)
             kind = buffer[start] if at > start else 0
-            if kind == _BULK and (length := _number(buffer[start + 1 : at], _MAX_REPLY_NBYTES)) >= 0:
+            if kind == _BULK and (length := _number(buffer[start + 1 : at], _MAX_PLACED_NBYTES)) >= 0:
                 first, last = at + 2, at + 2 + length
                 if buffer.find(_CRLF, last, min(last + 2, end)) == last:
                     replies.append(bytes(buffer[first:last]))
@@ -158,7 +160,7 @@ class Receiver(BaseParser):
         """
         kind, text = self._head()
         if kind == b"$":
-            length = _number(text, 1 << 40)
+            length = _number(text, _MAX_PLACED_NBYTES)
             if length < 0:
                 return None
             for memory in place(length):
@@ -170,10 +172,11 @@ class Receiver(BaseParser):
         raise InvalidResponse(f"not a bulk string: {kind + text[:40]!r}")
 
     def _bytes(self, length: int) -> bytes:
-        text = bytearray(length)
-        self._fill(memoryview(text))
+        text = bytearray(min(length, _MAX_REPLY_NBYTES))
+        for start in range(0, length, _MAX_REPLY_NBYTES):
+            self._fill(memoryview(text)[: length - start])
         self._end_of_bulk()
-        return bytes(text)
+        return bytes(text) if length <= _MAX_REPLY_NBYTES else b""
 
     def _end_of_bulk(self) -> None:
         if self._line():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import sys
 from collections.abc import Sequence
 
 from lmcache_core.sdk import BackendUnavailable, Call, recv_into
@@ -17,6 +18,8 @@ _TIMEVAL = struct.Struct("@ll")
 _SLACK_S = 0.005
 """How much longer than the call a wait may be bounded by what was set for the wait before."""
 _TLS_SLICE_NBYTES = 1 << 18
+_UNIX_SLICE_NBYTES = 1 << 16
+"""A unix socket's time-out starts anew with each buffer of the kernel's; so much fits into one."""
 
 
 class BoundedSocket:
@@ -25,6 +28,7 @@ class BoundedSocket:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
+        self._slice_nbytes = _UNIX_SLICE_NBYTES if sock.family == socket.AF_UNIX else sys.maxsize
         self._bounds: dict[int, float] = {}
         self.call: Call | None = None
         if not self._tls:
@@ -47,7 +51,7 @@ class BoundedSocket:
                 else:
                     self._bound(socket.SO_SNDTIMEO)
                     try:
-                        sent += self._sock.send(memory[sent:], more)
+                        sent += self._sock.send(memory[sent : sent + self._slice_nbytes], more)
                     except BlockingIOError:
                         self._remaining()
 

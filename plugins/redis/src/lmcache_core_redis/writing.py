@@ -87,7 +87,8 @@ class Writer:
                 yield (b"PEXPIRE", name, self._ttl_ms)
             yield (b"EXEC",)
             return
-        yield from (described, (b"PEXPIRE", target, _LEFTOVER_MS), *pieces)
+        for command in (described, *pieces):  # each may begin it anew, where the server has lost what came
+            yield from (command, (b"PEXPIRE", target, _LEFTOVER_MS))
         complete = b"%d" % (meta.num_pieces + 1)
         keys = (target, name, self._names.pins) if self._keeps_pins else (target, name)
         yield (b"EVAL", COMMIT, b"%d" % len(keys), *keys, complete, self._ttl_ms)
