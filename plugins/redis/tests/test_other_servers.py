@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_core.sdk import Status
+from lmcache_core.sdk import BackendError, Status
 from lmcache_core.storage import Operation
 from lmcache_core_conformance.values import key_named, sealed_frame
 
@@ -77,6 +77,36 @@ def test_a_node_that_is_down_has_no_misses(cluster: ClusterSite, tier: Tier) -> 
     assert job.wait_finished(10.0)
     cluster.wait_until_serving()
     assert any(tier.holds("beside 0") for _ in range(TRIES))
+
+
+def test_a_node_that_is_silent_costs_the_items_of_the_others_nothing(
+    cluster: ClusterSite, tier: Tier
+) -> None:
+    keys = [key_named(f"beside {number}") for number in range(12)]
+    nodes = [cluster.node_of(tier.name_of(f"beside {number}")) for number in range(12)]
+    frames = [sealed_frame(key, 1, SEGMENTS) for key in keys]
+    tier.core.run(Operation.PUT, keys, frames=frames)
+    assert len(set(nodes)) == NODES
+    for silent in range(NODES):
+        with cluster.servers[silent].frozen():
+            job = tier.core.submit(Operation.GET, keys, view_nbytes=len(frames[0]), deadline_s=1.0)
+            assert job.wait_settled(10.0)
+        for number, node in enumerate(nodes):
+            status = job.outcomes[number].status
+            if node != silent:
+                assert status is Status.OK, (silent, number)
+            else:
+                assert status in (Status.FAILED, Status.TIMEOUT), (silent, number)
+        assert job.wait_finished(10.0)
+        cluster.wait_until_serving()
+
+
+def test_a_node_of_a_cluster_is_not_taken_for_a_single_server(cluster: ClusterSite) -> None:
+    options = cluster.options(fresh_namespace())
+    for port in cluster.proxy.ports:
+        single = {**options, "url": f"redis://127.0.0.1:{port}", "cluster": False}
+        with pytest.raises(BackendError, match="cluster: true"), tier_on(single):
+            pass
 
 
 @pytest.mark.parametrize("server", ["redis", "valkey"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lmcache_core.sdk import (
     Backend,
@@ -31,10 +32,13 @@ from lmcache_core_redis.layout import Names
 from lmcache_core_redis.link import Link
 from lmcache_core_redis.links import Links
 from lmcache_core_redis.node import Node, Servers, parse_url
+from lmcache_core_redis.parallel import at_once
 from lmcache_core_redis.pins import Pins
 from lmcache_core_redis.routes import ClusterMap, OneServer, Routes, SentinelPrimary
 from lmcache_core_redis.writing import Writer
 
+_OPENING_SHARE = 0.9
+"""So that our own error, which says what is wrong, comes before the core's, which says that it is late."""
 Run = Callable[[Link, Sequence[int]], None]
 """Does an operation for some items of a batch on one server, and settles them."""
 
@@ -92,7 +96,8 @@ class RedisBackend(Backend[RedisConfig]):
         )
 
     def open(self, host: Host) -> Capabilities:
-        call = Within(host.deadline_s)
+        call = Within(host.deadline_s * _OPENING_SHARE)
+        self._account.check_files()
         self._links.begin()
         self._to_sentinels.begin()
         key = opening.probe_key()
@@ -100,7 +105,7 @@ class RedisBackend(Backend[RedisConfig]):
         for node in self._routes.spread([self._names.value(key)], call):
             self._links.try_out(node, call)
             with self._links.to(node, call) as link:
-                offered = opening.prove_access(link, self._names, key, offered)
+                offered = opening.prove_access(link, self._names, key, offered, cluster=self._config.cluster)
                 if self._pins is not None:
                     self._pin_offered = opening.can_pin(link)
                     self._pins.sweep(link)
@@ -156,20 +161,34 @@ class RedisBackend(Backend[RedisConfig]):
 
     def _run(self, op: str, batch: Batch, run: Run, *, follows_ask: bool = True) -> None:
         """Runs an operation on each server that has some of the batch's items; follows redirects once."""
-        for node, indexes in self._routes.spread(batch.names, batch.call).items():
-            self._run_on(node, indexes, batch, run)
+        spread = self._routes.spread(batch.names, batch.call)
+        self._run_on_each({(node, False): indexes for node, indexes in spread.items()}, batch, run)
         redirects, batch.redirects = batch.redirects, []
+        further: dict[tuple[Node, bool], list[int]] = {}
         for redirect in redirects:
-            if redirect.asking and not follows_ask:
+            if not self._config.cluster or (redirect.asking and not follows_ask):
                 batch.fail([redirect.index], self._where(redirect.node).of_server(redirect.error))
             else:
-                self._run_on(redirect.node, [redirect.index], batch, run, asking=redirect.asking)
+                further.setdefault((redirect.node, redirect.asking), []).append(redirect.index)
+        self._run_on_each(further, batch, run)
         for redirect in batch.redirects:
             batch.fail([redirect.index], self._where(redirect.node).of_server(redirect.error))
         with self._lock:
             for status in Status:
                 if count := batch.statuses.count(status):
                     self._counters[f"{op}_{status.value}"] += count
+
+    def _run_on_each(self, spread: Mapping[tuple[Node, bool], Sequence[int]], batch: Batch, run: Run) -> None:
+        """Runs on all of these nodes at once, so that a dead one costs the others' items no time.
+
+        The flag says whether a node is only getting what it is asked for.
+        """
+        at_once(
+            [
+                partial(self._run_on, node, indexes, batch, run, asking=asking)
+                for (node, asking), indexes in spread.items()
+            ]
+        )
 
     def _run_on(
         self, node: Node, indexes: Sequence[int], batch: Batch, run: Run, *, asking: bool = False
@@ -181,8 +200,8 @@ class RedisBackend(Backend[RedisConfig]):
         except BackendError as error:
             self._routes.doubt()
             batch.fail(indexes, error)
-        if batch.misled:
-            batch.misled = False
+        if node in batch.misled:
+            batch.misled.discard(node)
             self._routes.doubt()
             self._links.drop_idle(node)
 
@@ -194,5 +213,7 @@ class RedisBackend(Backend[RedisConfig]):
         return OneServer(servers.nodes[0])
 
     def _where(self, node: Node) -> Where:
-        failover = self._config.cluster or self._config.sentinel is not None
-        return Where(node, self._account.user, self._config.namespace, failover=failover)
+        config = self._config
+        return Where(
+            node, self._account.user, config.namespace, cluster=config.cluster, sentinel=config.sentinel
+        )

@@ -24,14 +24,17 @@ class Redirect:
 
 
 class Batch:
-    """Settles a call's items, each once, and remembers which still need an answer."""
+    """Settles a call's items, each once, and remembers which still need an answer.
+
+    Several threads may use it at once, each for items of its own.
+    """
 
     def __init__(self, keys: Sequence[StorageKey], names: Names, call: Call) -> None:
         self.keys = keys
         self.names = [names.value(key) for key in keys]
         self.call = call
         self.redirects: list[Redirect] = []
-        self.misled = False  # a server answered that isn't the one to ask any more
+        self.misled: set[Node] = set()  # they answered, and aren't the ones to ask any more
         self.statuses: list[Status] = []
         self._open = set(range(len(keys)))
 
@@ -50,7 +53,7 @@ class Batch:
     def redirected(self, index: int, error: ServerError, asked: Node) -> bool:
         """Notes where `error` sends item `index`, if it does."""
         if error.code in _MISLED:
-            self.misled = True
+            self.misled.add(asked)
         words = error.text.split()
         if error.code not in ("MOVED", "ASK") or len(words) != 3:
             return False

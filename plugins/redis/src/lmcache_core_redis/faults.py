@@ -19,7 +19,7 @@ _PASSING = {
     "LOADING": "it is loading its data",
     "CLUSTERDOWN": "the cluster is down",
     "TRYAGAIN": "the slot is being moved",
-    "MOVED": "the slot was moved, twice during this call",
+    "MOVED": "the slot was moved, more than once during this call",
     "ASK": "the slot is being moved",
     "MASTERDOWN": "its link to the primary is down",
     "NOREPLICAS": "too few replicas follow it",
@@ -31,8 +31,11 @@ _PASSING = {
 class Where:
     """Names the server and the user in messages, and never the password."""
 
-    def __init__(self, node: object, user: str, namespace: str, *, failover: bool) -> None:
-        self._failover = failover
+    def __init__(
+        self, node: object, user: str, namespace: str, *, cluster: bool, sentinel: str | None
+    ) -> None:
+        self._cluster = cluster
+        self._sentinel = sentinel
         self._server = f"redis server {node}"
         self._user = user
         self._namespace = namespace
@@ -40,6 +43,8 @@ class Where:
     def of_server(self, error: ServerError) -> BackendError:
         """`error`, which the server answered, as ours."""
         code = error.code
+        if code in ("MOVED", "ASK", "CROSSSLOT") and not self._cluster:
+            return BackendError(f"{self._server} is a node of a cluster: set `cluster: true`")
         if code in _PASSING:
             return BackendUnavailable(f"{self._server}: {_PASSING[code]} ({error.text})")
         if code == "OOM":
@@ -55,11 +60,19 @@ class Where:
                 f"{self._server} forbids user {self._user} something; its ACL needs "
                 f"~{self._namespace}[.:]* and the commands that the README lists ({error.text})"
             )
-        if code == "READONLY" and self._failover:
+        if code == "READONLY" and (self._cluster or self._sentinel is not None):
             return BackendUnavailable(f"{self._server} is not the primary any more; it is being looked for")
         if code == "READONLY":
             return PermissionDenied(
                 f"{self._server} is a read-only replica: point `url` at the primary, or name the `sentinel`"
+            )
+        if (
+            self._sentinel is not None
+            and "unknown command" in error.text
+            and "SENTINEL" in error.text.upper()
+        ):
+            return BackendError(
+                f"{self._server} is no Sentinel: leave `sentinel` out, or give theirs in `url`"
             )
         if "max number of clients" in error.text:
             return BackendUnavailable(f"{self._server} has no connection left: raise maxclients")
@@ -80,7 +93,9 @@ class Where:
         if isinstance(error, ServerError):
             return self.of_server(error)
         if isinstance(error, InvalidResponse):
-            return BackendUnavailable(f"{self._server} doesn't speak the Redis protocol: {error}")
+            return BackendUnavailable(
+                f"{self._server} doesn't speak the Redis protocol: {error}; does it want rediss:// (TLS)?"
+            )
         if isinstance(error, BackendError):
             if not str(error.args[0]).startswith(self._server):
                 error.args = (f"{self._server}: {error.args[0]}",)

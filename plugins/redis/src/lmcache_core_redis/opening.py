@@ -21,13 +21,15 @@ def probe_key() -> StorageKey:
     return StorageKey(f"open-{os.urandom(16).hex()}")
 
 
-def prove_access(link: Link, names: Names, key: StorageKey, offered: Capabilities) -> Capabilities:
+def prove_access(
+    link: Link, names: Names, key: StorageKey, offered: Capabilities, *, cluster: bool
+) -> Capabilities:
     """Does with `key` what values need, and returns what of `offered` the user may do.
 
     Raises:
-        PermissionDenied, BackendUnavailable: values can't be kept there (now).
+        BackendError: values can't be kept there (now).
     """
-    temporary, name = names.temporary(key, b"probe"), names.value(key)
+    temporary, name, elsewhere = names.temporary(key, b"probe"), names.value(key), names.value(probe_key())
     commands: list[Command] = [
         (b"HSET", temporary, META, b"probe"),
         (b"PEXPIRE", temporary, _LEFTOVER_MS),
@@ -40,6 +42,8 @@ def prove_access(link: Link, names: Names, key: StorageKey, offered: Capabilitie
         (b"EXEC",),
         (b"SCAN", b"0", b"MATCH", name, b"COUNT", b"1"),
     ]
+    if not cluster:
+        commands.insert(0, (b"UNLINK", name, elsewhere))  # a cluster's node refuses: they are in two slots
     link.send(commands)
     *needed, scanned = [link.reply() for _ in commands]
     for reply in needed:

@@ -15,7 +15,7 @@ from lmcache_core.sdk import BackendError, BackendUnavailable, Call, PermissionD
 from lmcache_core_redis.deadlines import Within
 from lmcache_core_redis.link import Link
 from lmcache_core_redis.links import Links
-from lmcache_core_redis.node import Node
+from lmcache_core_redis.node import Node, parse_node
 from lmcache_core_redis.resp import Reply, ServerError
 
 T = TypeVar("T")
@@ -82,7 +82,11 @@ class SentinelPrimary(Routes):
             case ServerError() as error:
                 raise link.where.of_server(error)
             case [bytes(host), bytes(port)]:
-                return Node(host.decode(), int(port))
+                primary = _node(host, port)
+                if primary is not None:
+                    others = [node for node in self._sentinels if node != link.node]
+                    self._sentinels = [link.node, *others]  # a silent one would cost a share of each call
+                    return primary
         raise BackendUnavailable(f"Sentinel {link.node} knows no primary called {self._name}")
 
 
@@ -100,12 +104,11 @@ class ClusterMap(Routes):
 
     def spread(self, names: Sequence[bytes], call: Call) -> dict[Node, list[int]]:
         slots = self._map(call)
+        anyone = next(node for node in slots if node is not None)
         spread: dict[Node, list[int]] = {}
         for position, name in enumerate(names):
-            node = slots[key_slot(name)]
-            if node is None:
-                self.doubt()
-                raise BackendUnavailable(f"no node of the cluster serves slot {key_slot(name)}")
+            # A slot that nobody serves is told as such by any node, and costs the other items nothing.
+            node = slots[key_slot(name)] or anyone
             spread.setdefault(node, []).append(position)
         return spread
 
@@ -116,7 +119,6 @@ class ClusterMap(Routes):
         slots = self._slots
         if slots is None:
             slots = _first_answer(self._known, self._links, self._ask, call)
-            self._known = list(dict.fromkeys([*filter(None, slots), *self._seeds]))
             self._slots = slots
         return slots
 
@@ -132,6 +134,8 @@ class ClusterMap(Routes):
             slots[first : last + 1] = [node] * (last + 1 - first)
         if len(slots) != REDIS_CLUSTER_HASH_SLOTS or not any(slots):
             raise BackendUnavailable(f"redis server {link.node} knows no slots of its cluster")
+        # Who has answered is the first to be asked again: one that is silent would cost a share of each call.
+        self._known = list(dict.fromkeys([link.node, *filter(None, slots), *self._seeds]))
         return slots
 
 
@@ -142,8 +146,18 @@ def _ranges(reply: Reply, asked: Node) -> Iterable[tuple[int, int, Node]]:
             case [int(first), int(last), [host, int(port), *_], *_]:
                 # A node that doesn't know its own address leaves it out.
                 known = isinstance(host, bytes) and host not in (b"", b"?")
-                name = host.decode() if known and isinstance(host, bytes) else asked.host
-                yield first, last, Node(name, port)
+                text = host if known and isinstance(host, bytes) else asked.host.encode()
+                node = _node(text, b"%d" % port)
+                if node is not None and 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS:
+                    yield first, last, node
+
+
+def _node(host: bytes, port: bytes) -> Node | None:
+    """The node at an address that a server has told; None where it is none."""
+    try:
+        return parse_node(f"{host.decode()}:{port.decode()}")
+    except ValueError:
+        return None
 
 
 def _first_answer(nodes: Sequence[Node], links: Links, ask: Callable[[Link], T], call: Call) -> T:
