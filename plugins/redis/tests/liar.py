@@ -16,11 +16,14 @@ class Liar:
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
+        self.pause_s = 0.0  # after each byte
+        self._closed = threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
+        self._closed.set()
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
@@ -32,13 +35,19 @@ class Liar:
 
     def _talk(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError), client, client.makefile("rb") as received:
-            while line := received.readline():
+            while (line := received.readline()) and not self._closed.is_set():
                 command = []
                 for _ in range(int(line[1:])):
                     nbytes = int(received.readline()[1:])
                     command.append(received.read(nbytes))
                     received.read(2)
-                client.sendall(self._reply(command))
+                reply = self._reply(command)
+                if not self.pause_s:
+                    client.sendall(reply)
+                    continue
+                for byte in reply:
+                    client.sendall(bytes([byte]))
+                    self._closed.wait(self.pause_s)
 
     def _reply(self, command: list[bytes]) -> bytes:
         if self.answer is not None and command[0] in (b"HGET", b"HLEN", b"HMGET"):

@@ -15,6 +15,7 @@ import pytest
 from lmcache_core.sdk import DeadlineExceeded, Item, Status, View
 from lmcache_core.storage import Operation
 from lmcache_core_conformance.values import key_named
+from lmcache_core_redis import links
 from lmcache_core_redis.deadlines import Within
 from lmcache_core_redis.layout import Meta, Names
 from lmcache_core_redis.waits import BoundedSocket
@@ -45,6 +46,10 @@ def tier(liar: Liar) -> Iterator[Tier]:
         {"url": f"redis://127.0.0.1:{liar.port}", "namespace": fresh_namespace()}, DEADLINE_S
     ) as tier:
         yield tier
+
+
+def options_of(liar: Liar) -> dict[str, object]:
+    return {"url": f"redis://127.0.0.1:{liar.port}", "namespace": fresh_namespace()}
 
 
 def described(nbytes: int, piece_nbytes: int, piece: bytes) -> Answer:
@@ -116,6 +121,20 @@ def test_a_reply_that_is_wrong_is_no_hit_and_takes_no_memory(
     assert taken < MANY_NBYTES
     liar.answer = always(b"$-1\r\n")
     assert any(tier.get("value")[0].status is Status.MISS for _ in range(3)), "it heals"
+
+
+def test_a_redis_py_that_does_not_fit_is_held_to_the_deadline_too(
+    liar: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unfit(*arguments: object) -> None:
+        raise AttributeError("redis-py has no such thing any more")
+
+    monkeypatch.setattr(links, "DirectLink", unfit)
+    liar.answer = always(b"$-1\r\n")
+    with tier_on(options_of(liar), DEADLINE_S) as tier:
+        liar.answer, liar.pause_s = always(bulk(bytes(200))), 0.05  # 10 s in all
+        job = tier.core.submit(Operation.GET, [key_named("value")], view_nbytes=4096)
+        assert job.wait_finished(5.0), "the call is still at it"
 
 
 def test_a_unix_socket_that_drains_slowly_ends_a_send_in_time() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -17,17 +20,34 @@ from lmcache_core_redis.resp import Buffer, Place, Reply, ServerError
 
 
 class PlainLink(Link):
-    """Uses redis-py as it comes. A send may last as long as the first call had; `close` wakes nobody."""
+    """Uses redis-py as it comes; its own time-outs begin anew with each byte, so a timer ends the call.
+
+    `close` wakes nobody.
+    """
 
     def __init__(self, node: Node, where: Where, account: Account, call: Call) -> None:
         super().__init__(node, where)
         self._call: Call | None = call
         self._queue: deque[Reply] = deque()
+        self._timer: threading.Timer | None = None
         self._connection: AbstractConnection = plain_connection(node, account, call.remaining())
         self._connection.connect()  # type: ignore[no-untyped-call]  # redis-py's
 
     def _arm(self, call: Call | None) -> None:
         self._call = call
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if call is not None:
+            self._timer = threading.Timer(call.remaining(), self._cut)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _cut(self) -> None:
+        sock: object = getattr(self._connection, "_sock", None)
+        if isinstance(sock, socket.socket):
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # as in `Sockets.shut`
 
     @property
     def stale(self) -> bool:
@@ -37,6 +57,7 @@ class PlainLink(Link):
             return True
 
     def close(self) -> None:
+        self._arm(None)
         self._connection.disconnect()  # type: ignore[no-untyped-call]
 
     def _send(self, buffers: Sequence[Buffer]) -> None:
