@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from lmcache_core.config import parse_options
 from lmcache_core.errors import ConfigError
@@ -17,7 +18,7 @@ from lmcache_core_redis.config import RedisConfig
 from .liar import Liar
 from .servers import Server, require
 from .tiers import fresh_namespace, tier_on
-from .users import make_certificates
+from .users import Certificates, make_certificates
 
 SECRET = "hunter"
 URL = "redis://127.0.0.1:6379"
@@ -87,9 +88,10 @@ def test_servers_that_are_something_else_are_told_with_what_to_change(tmp_path: 
         ({"url": f"rediss://{place}"}, "does the server speak TLS?"),
         (
             {"url": f"rediss://{place}", "tls_ca": str(tmp_path / "missing.pem")},
-            "tls_ca: .*missing.pem can't be",
+            "tls_ca: .*missing.pem can't be used: No such file",
         ),
-        ({"url": f"rediss://{place}", "tls_ca": str(tmp_path / "no-certificate")}, "certificate"),
+        ({"url": f"rediss://{place}", "tls_ca": str(tmp_path / "no-certificate")}, "tls_ca: "),
+        ({"url": f"rediss://{place}"} | with_a_passphrase(certificates), "tls_key .*no passphrase"),
         ({"url": f"redis://a..b:{server.port}"}, "not the name of a host"),
     ):
         with pytest.raises(BackendError, match=remedy) as caught:
@@ -110,7 +112,7 @@ def test_servers_that_are_something_else_are_told_with_what_to_change(tmp_path: 
     )
     tls.start()
     open_and_close({"url": f"rediss://{place}", "tls_ca": str(certificates.authority)})
-    with pytest.raises(BackendError, match="self-signed certificate|unable to get local issuer"):
+    with pytest.raises(BackendError, match="certificate verify failed"):
         open_and_close({"url": f"rediss://{place}"})
     tls.kill()
 
@@ -129,6 +131,19 @@ def test_an_address_that_swallows_packets_leaves_time_for_the_next(monkeypatch: 
         monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: found)
         open_and_close({"url": "redis://of-two-addresses"})
     liar.close()
+
+
+def with_a_passphrase(certificates: Certificates) -> dict[str, object]:
+    key = serialization.load_pem_private_key(certificates.client_key.read_bytes(), None)
+    locked = certificates.client_key.with_name("locked.pem")
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(SECRET.encode()),
+        )
+    )
+    return {"tls_cert": str(certificates.client), "tls_key": str(locked)}
 
 
 def open_and_close(options: Mapping[str, object]) -> None:

@@ -18,6 +18,8 @@ from lmcache_core_redis.node import Node
 from lmcache_core_redis.resp import Receiver
 
 _NO_TIME_S = 0.001
+_NO_PASSPHRASE = ""
+"""A key that needs one is refused. Without this, OpenSSL asks for it on the terminal, and waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +41,19 @@ class Account:
     def check_files(self) -> None:
         """
         Raises:
-            BackendUnavailable: one of the TLS files can't be read. The drivers' own messages don't say which.
+            BackendUnavailable: a TLS file can't be used. A connection's own message doesn't say which.
         """
-        for option in ("tls_ca", "tls_cert", "tls_key"):
-            path: Path | None = getattr(self, option)
-            if path is None:
-                continue
-            try:
-                path.open("rb").close()
-            except OSError as error:
-                raise BackendUnavailable(f"{option}: {path} can't be read: {error.strerror}") from None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        told = ""
+        try:
+            if self.tls_ca is not None:
+                told = f"tls_ca: {self.tls_ca}"
+                context.load_verify_locations(self.tls_ca)
+            if self.tls_cert is not None:
+                told = f"tls_cert, tls_key (which may have no passphrase): {self.tls_cert}, {self.tls_key}"
+                context.load_cert_chain(self.tls_cert, self.tls_key, password=_NO_PASSPHRASE)
+        except OSError as error:
+            raise BackendUnavailable(f"{told} can't be used: {error.strerror}") from None
 
 
 class Sockets:
@@ -217,7 +222,7 @@ def _options(node: Node, account: Account) -> dict[str, Any]:
             "ssl_keyfile": account.tls_key,
         }
         options |= {name: str(path) for name, path in files.items() if path is not None}
-        options["ssl_password"] = ""  # a key that needs one is refused, instead of asked for on the terminal
+        options["ssl_password"] = _NO_PASSPHRASE
     return options
 
 
