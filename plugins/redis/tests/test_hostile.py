@@ -180,6 +180,17 @@ def test_what_is_foreign_in_one_key_costs_the_others_of_a_batch_nothing() -> Non
             assert tier.holds(name, 2)
 
 
+def test_something_foreign_where_pins_are_kept_is_removed_and_no_value_stays_for_ever() -> None:
+    site = Site(require("redis"), {"maxmemory-policy": "volatile-lru"})
+    namespace = fresh_namespace()
+    site.nodes[0].set(f"{namespace}.pins", "foreign")
+    with tier_on({**site.options(namespace), "ttl": "1h", "pin": True}) as tier:
+        assert tier.put("value").status is Status.OK, "removed at open"
+        site.nodes[0].set(f"{namespace}.pins", "foreign")
+        tier.put("value")
+        assert 0 < site.nodes[0].ttl(tier.name_of("value")) <= 3600
+
+
 def test_no_piece_of_a_put_that_a_flush_has_cut_stays_for_ever() -> None:
     site = Site(require("redis"))
     meta = Meta.of(VERSION, 5 << 16, 1 << 16, None)

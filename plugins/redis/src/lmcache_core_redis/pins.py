@@ -28,16 +28,15 @@ _PIN = _NOW + (
     b"return 1"
 )
 _SWEEP = _NOW + (
-    b"local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1000) "
+    b"local due = redis.pcall('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1000) "
+    b"if due.err and string.find(due.err, 'WRONGTYPE') then redis.call('UNLINK', KEYS[1]) return -1 end "
+    b"if due.err then return due end "
     b"for _, name in ipairs(due) do "
     b"redis.call('PEXPIRE', name, ARGV[1]) redis.call('ZREM', KEYS[1], name) end "
     b"local following = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '+inf', 'WITHSCORES', 'LIMIT', 0, 1) "
     b"if following[2] then return math.max(following[2] - now, 0) end return -1"
 )
-EXPIRE_UNLESS_PINNED = (
-    b"if redis.call('ZSCORE', KEYS[2], KEYS[1]) then return redis.call('PERSIST', KEYS[1]) end "
-    b"return redis.call('PEXPIRE', KEYS[1], ARGV[1])"
-)
+STAY_IF_PINNED = b"if redis.call('ZSCORE', KEYS[2], KEYS[1]) then redis.call('PERSIST', KEYS[1]) end return 1"
 
 
 class Pins:

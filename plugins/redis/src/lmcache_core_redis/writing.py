@@ -16,7 +16,7 @@ from lmcache_core_redis.batch import Batch
 from lmcache_core_redis.layout import META, VERSION_NBYTES, Meta, Names, field
 from lmcache_core_redis.link import Link
 from lmcache_core_redis.memory import Memory
-from lmcache_core_redis.pins import EXPIRE_UNLESS_PINNED
+from lmcache_core_redis.pins import STAY_IF_PINNED
 from lmcache_core_redis.resp import Command, Reply, ServerError
 
 COMMIT = b"""
@@ -81,10 +81,10 @@ class Writer:
         ]
         if in_transaction:
             yield from ((b"MULTI",), (b"UNLINK", name), described, *pieces)
-            if self._keeps_pins:
-                yield (b"EVAL", EXPIRE_UNLESS_PINNED, b"2", name, self._names.pins, self._ttl_ms)
-            elif self._ttl_ms:
+            if self._ttl_ms:  # before what may fail: a value that never expires would never be evicted
                 yield (b"PEXPIRE", name, self._ttl_ms)
+            if self._keeps_pins:
+                yield (b"EVAL", STAY_IF_PINNED, b"2", name, self._names.pins)
             yield (b"EXEC",)
             return
         for command in (described, *pieces):  # each may begin it anew, where the server has lost what came
