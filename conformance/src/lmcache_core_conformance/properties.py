@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -11,8 +11,8 @@ from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Status
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.driver import Got, Store
-from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
-from lmcache_core_conformance.verdicts import Unproven, check
+from lmcache_core_conformance.values import PAGE, difference, key_named, sealed_frame, value_of
+from lmcache_core_conformance.verdicts import NotApplicable, Unproven, check
 
 F = TypeVar("F", bound=Callable[..., None])
 _PREFIX = "test_"
@@ -88,6 +88,37 @@ class Group:
                 "let fresh_config lower the maximum"
             )
         return maximum // PAGE * PAGE
+
+    def range_step(self) -> int:
+        """The shortest range that may be asked for, in whole pages.
+
+        Raises:
+            NotApplicable: no value is as long as that.
+        """
+        step = max(-(-self.bench.capabilities.range_min // PAGE), 1) * PAGE
+        longest = self.bench.fit(step // PAGE)
+        if longest < step:
+            raise NotApplicable(f"capability max_value_bytes is {longest}, and range_min is {step}")
+        return step
+
+    def segments(self, wanted: Sequence[int], *, spare_pages: int = 0) -> tuple[int, ...]:
+        """The first of the segments `wanted` that make a frame within the backend's maximum.
+
+        Raises:
+            NotApplicable: a frame with one of them is over it.
+        """
+        pages = [-(-nbytes // PAGE) for nbytes in wanted]
+        room = self.bench.fit(1 + sum(pages) + spare_pages) // PAGE - 1 - spare_pages
+        fitting = [n for n in range(1, len(wanted) + 1) if sum(pages[:n]) <= room]
+        if not fitting:
+            raise NotApplicable(
+                f"capability max_value_bytes is {self.bench.capabilities.max_value_bytes}: no frame fits in"
+            )
+        return tuple(wanted[: fitting[-1]])
+
+    def frame(self, key: StorageKey, version: int) -> bytes:
+        """A sealed frame of two segments, or of one where the backend's maximum allows no more."""
+        return sealed_frame(key, version, self.segments((PAGE, PAGE)))
 
     def some_values(self, count: int, pages: int = 2) -> list[tuple[StorageKey, bytes]]:
         """`count` different keys with values of `pages` and more pages."""

@@ -20,6 +20,12 @@ from conformance_backends.asynchronous import AsynchronousBackend
 from conformance_backends.catalogue import ANYTHING, CATALOGUE
 from conformance_backends.files import FileBackend
 from conformance_backends.harness import SmallHarness
+from conformance_backends.limited import (
+    CoarseRanges,
+    CoarseRangesOfSmallValues,
+    SinglePages,
+    SmallValues,
+)
 from conformance_backends.memory import MemoryBackend
 from conformance_backends.network import NetworkBackend
 from conformance_backends.resident import ResidentBackend
@@ -34,6 +40,10 @@ CORRECT = (
     AsynchronousBackend,
     PinningFiles,
     EvictingFiles,
+    SmallValues,
+    SinglePages,
+    CoarseRanges,
+    CoarseRangesOfSmallValues,
 )
 _FIGURES_ONLY = "performance"
 

@@ -28,7 +28,7 @@ class Configuration(Group):
     def test_an_unknown_option_is_refused_with_the_nearest_name(self) -> None:
         """A misspelt option that is ignored leaves its default in force, and nobody learns why."""
         place = self.bench.place()
-        kind = inspect.type_info(self.bench.harness.backend.config_class)
+        kind = inspect.type_info(self.bench.backend_class.config_class)
         assert isinstance(kind, inspect.StructType)
         for path, name in [((), "no-such-option"), *_misspelt(kind)]:
             refusal = self._refusal(_set(place.options, (*path, name), 1))
@@ -42,7 +42,7 @@ class Configuration(Group):
         """What only fails at the first store is found out in production instead of at start."""
         place = self.bench.place()
         before = sorted(place.directory.rglob("*"))
-        for field in msgspec.structs.fields(self.bench.harness.backend.config_class):
+        for field in msgspec.structs.fields(self.bench.backend_class.config_class):
             name = field.encode_name
             refusals = [self._refusal({**place.options, name: nonsense}) for nonsense in _NONSENSE]
             told = [refusal for refusal in refusals if refusal is not None]
@@ -53,7 +53,7 @@ class Configuration(Group):
     def test_secrets_are_never_shown(self) -> None:
         """Logs and bug reports are passed on: one repr of a config is enough to give a store away."""
         place = self.bench.place()
-        config_class = self.bench.harness.backend.config_class
+        config_class = self.bench.backend_class.config_class
         config = parse_options(config_class, place.options, "conformance")
         secrets = list(_secrets(config))
         if not secrets:
@@ -80,12 +80,12 @@ class Configuration(Group):
         """Configurations, outcomes and errors cross process borders: a lock or socket in one stops there."""
         place = self.bench.place()
         store, key = self.bench.open(place), key_named("pickled")
-        self.put(store, key, value_of(key, 1, 2 * PAGE))
+        self.put(store, key, value_of(key, 1, self.bench.fit(2)))
         things: list[object] = [
-            parse_options(self.bench.harness.backend.config_class, place.options, "conformance"),
+            parse_options(self.bench.backend_class.config_class, place.options, "conformance"),
             store.capabilities,
             store.stats(),
-            store.put(key, value_of(key, 2, 2 * PAGE)),
+            store.put(key, value_of(key, 2, self.bench.fit(2))),
             store.get(key, 2 * PAGE).outcome,
             store.get(key, PAGE).outcome,
             store.get(key_named("absent"), PAGE).outcome,

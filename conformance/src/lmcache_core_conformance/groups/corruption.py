@@ -15,7 +15,6 @@ from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value
 from lmcache_core_conformance.verdicts import check
 
 Damage = Callable[[bytes], bytes]
-_SEGMENTS = (3000, PAGE, 5001)
 _BREAKER_PATIENCE = 6
 
 
@@ -24,15 +23,15 @@ class Corruption(Group):
 
     def test_a_flipped_bit_is_never_served(self) -> None:
         """One bit in a checksum-free tier is another token's attention, and nobody notices."""
-        places = {
-            "the header's first bytes": 2,
-            "the header's padding": PAGE - 1,
-            "the first segment": PAGE + 17,
-            "the first segment's padding": PAGE + 3000,
-            "the middle segment": 2 * PAGE + PAGE - 1,
-            "the last segment": 3 * PAGE + 5000,
-            "the last segment's padding": 5 * PAGE - 1,
-        }
+        places = {"the header's first bytes": 2, "the header's padding": PAGE - 1}
+        start = PAGE
+        for number, nbytes in enumerate(self._segments(), 1):
+            places[f"the start of segment {number}"] = start + 17
+            places[f"the end of segment {number}"] = start + nbytes - 1
+            end = start + -(-nbytes // PAGE) * PAGE
+            if start + nbytes < end:
+                places[f"the padding of segment {number}"] = start + nbytes
+            start = end
         self._never_served({f"a bit flipped in {where}": _flip(at) for where, at in places.items()})
 
     def test_a_truncated_or_grown_value_is_never_served(self) -> None:
@@ -42,7 +41,7 @@ class Corruption(Group):
                 "a value cut to nothing": lambda frame: b"",
                 "a value cut to its header": lambda frame: frame[:PAGE],
                 "a value without its last page": lambda frame: frame[:-PAGE],
-                "a value cut in the middle of a page": lambda frame: frame[: 2 * PAGE + 100],
+                "a value cut in the middle of a page": lambda frame: frame[: 100 - PAGE],
                 "a value with a page too many": lambda frame: frame + bytes(PAGE),
             }
         )
@@ -53,7 +52,7 @@ class Corruption(Group):
         junk = value_of(other, 7, 5 * PAGE)
         self._never_served(
             {
-                "another key's value": lambda frame: sealed_frame(other, 1, _SEGMENTS),
+                "another key's value": lambda frame: sealed_frame(other, 1, self._segments()),
                 "bytes that are no value": lambda frame: junk[: len(frame)],
                 "zeros": lambda frame: bytes(len(frame)),
             }
@@ -63,11 +62,11 @@ class Corruption(Group):
         """A prefix is read as one batch: one bad sector must not lose the rest of it."""
         core, place = self._open()
         keys = [key_named(f"beside damage {n}") for n in range(min(5, self._max_batch()))]
-        frames = [sealed_frame(key, 1, _SEGMENTS) for key in keys]
+        frames = [sealed_frame(key, 1, self._segments()) for key in keys]
         for key, frame in zip(keys, frames, strict=True):
             core.put(key, frame)
         bad = len(keys) // 2
-        self._damage(core, place, keys[bad], frames[bad][: 2 * PAGE])
+        self._damage(core, place, keys[bad], frames[bad][:-PAGE])
         job = core.run(Operation.GET, keys, view_nbytes=len(frames[0]))
         for index, frame in enumerate(frames):
             outcome = job.outcomes[index]
@@ -82,7 +81,7 @@ class Corruption(Group):
         core, place = self._open()
         for name, damage in (("flipped", _flip(PAGE + 9)), ("cut", lambda frame: frame[:PAGE])):
             key = key_named(f"repaired {name}")
-            frame = sealed_frame(key, 1, _SEGMENTS)
+            frame = sealed_frame(key, 1, self._segments())
             core.put(key, frame)
             self._damage(core, place, key, damage(frame))
             core.get(key, len(frame))
@@ -95,16 +94,16 @@ class Corruption(Group):
         """Damage told as a failure of the store opens the breaker: one bad file takes the tier away."""
         core, place = self._open()
         good = key_named("undamaged")
-        core.put(good, sealed_frame(good, 1, _SEGMENTS))
+        core.put(good, sealed_frame(good, 1, self._segments()))
         for what, damage in (("a bit flipped", _flip(PAGE)), ("cut", lambda frame: frame[:PAGE])):
             for n in range(_BREAKER_PATIENCE):
                 key = key_named(f"{what} {n}")
-                frame = sealed_frame(key, 1, _SEGMENTS)
+                frame = sealed_frame(key, 1, self._segments())
                 core.put(key, frame)
                 self._damage(core, place, key, damage(frame))
                 core.get(key, len(frame))
             self._is_closed(core, f"{_BREAKER_PATIENCE} values with {what}")
-        outcome, _ = core.get(good, len(sealed_frame(good, 1, _SEGMENTS)))
+        outcome, _ = core.get(good, len(sealed_frame(good, 1, self._segments())))
         check(outcome.status is Status.OK, f"a good value after damaged ones: {outcome.status.name}")
 
     def test_what_belongs_to_others_is_neither_listed_nor_touched(self) -> None:
@@ -143,11 +142,15 @@ class Corruption(Group):
         for number, (what, damage) in enumerate(damages.items()):
             key = key_named(f"damaged {number}")
             for version in (1, 2):
-                core.put(key, frame := sealed_frame(key, version, _SEGMENTS))
+                core.put(key, frame := sealed_frame(key, version, self._segments()))
             self._damage(core, place, key, damage(frame))
             outcome, value = core.get(key, len(frame) + PAGE)
             served_wrong = outcome.status is Status.OK and value != frame
             check(not served_wrong, f"{what} ended OK with bytes that are not what was put")
+
+    def _segments(self) -> tuple[int, ...]:
+        """Those of a frame that may also grow by a page."""
+        return self.segments((3000, PAGE, 5001), spare_pages=1)
 
     def _is_closed(self, core: Core, what: str) -> None:
         closed = core.read_breaker.state is BreakerState.CLOSED

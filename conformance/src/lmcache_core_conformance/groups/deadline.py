@@ -16,7 +16,7 @@ from lmcache_core_conformance.driver import Got, Store
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.reach import Reach
 from lmcache_core_conformance.timing import Running, deadline_of, in_time
-from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value_of
+from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import check
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Deadline(Group):
         """Work that nobody waits for any more takes the place of work that somebody does."""
         store = self.bench.open()
         key, absent = key_named("expired"), key_named("never in time")
-        value = value_of(key, 1, 2 * PAGE)
+        value = value_of(key, 1, self.bench.fit(2))
         self.put(store, key, value)
         with deadline_of(store, -1.0):
             self._is_late(store.put(absent, value), "put")
@@ -61,7 +61,7 @@ class Deadline(Group):
         self.bench.require_medium("network", why=_NO_SERVER)
         place = self.bench.place()
         store, key = self.bench.open(place), key_named("stalled")
-        value = value_of(key, 1, 2 * PAGE)
+        value = value_of(key, 1, self.bench.fit(2))
         self.put(store, key, value)
         calls: dict[str, Callable[[], Outcome]] = {
             "get": lambda: store.get(key, len(value)).outcome,
@@ -132,8 +132,8 @@ class Deadline(Group):
         key = key_named("late write")
         core, job = self._late(Operation.PUT, key)
         ends = [job.landings.get(0), job.outcomes[0]]
-        outcome, value = core.get(key, len(_frame(key, 2)))
-        old, new = _frame(key, 1), _frame(key, 2)
+        outcome, value = core.get(key, len(self.frame(key, 2)))
+        old, new = self.frame(key, 1), self.frame(key, 2)
         check(outcome.status is Status.OK and value in (old, new), "a late put left neither old nor new")
         if any(end is not None and end.status is Status.OK for end in ends):
             check(value == new, "a late put said OK, and the old value is still there")
@@ -163,7 +163,7 @@ class Deadline(Group):
     def test_closing_through_the_core_is_quick_and_final(self) -> None:
         """Shutdown has a deadline of its own; a store that is idle must not use it up."""
         core, key = self.bench.open_core(), key_named("closed")
-        core.put(key, _frame(key, 1))
+        core.put(key, self.frame(key, 1))
         self._in_time("closing an idle store", core.close)
         job = core.submit(Operation.STAT, [key])
         check(isinstance(job.outcomes[0].error, BackendClosed), "a call after close was not refused")
@@ -208,15 +208,15 @@ class Deadline(Group):
         self.bench.require_medium("network", "file", why="nothing behind it can stall")
         harness, place = self.bench.harness, self.bench.place()
         core, beside = self.bench.open_core(place), key_named("beside")
-        core.put(key, _frame(key, 1))
-        core.put(beside, _frame(beside, 1))
-        frames = [_frame(key, 2)] if operation is Operation.PUT else []
+        core.put(key, self.frame(key, 1))
+        core.put(beside, self.frame(beside, 1))
+        frames = [self.frame(key, 2)] if operation is Operation.PUT else []
         with Reach(self.bench, place).faulty(Fault.STALLED, core):
             job = core.submit(
                 operation,
                 [key],
                 frames=frames,
-                view_nbytes=len(_frame(key, 1)),
+                view_nbytes=len(self.frame(key, 1)),
                 deadline_s=harness.stalled_deadline_s,
                 keep_memory=True,
             )
@@ -226,11 +226,11 @@ class Deadline(Group):
                 core.submit(
                     Operation.GET,
                     [beside],
-                    view_nbytes=len(_frame(beside, 1)),
+                    view_nbytes=len(self.frame(beside, 1)),
                     deadline_s=harness.stalled_deadline_s,
                 ).wait_settled(harness.stalled_deadline_s + harness.slack_s)
         check(job.wait_finished(harness.deadline_s), f"a late {operation.value} never let go of its memory")
-        outcome, _ = core.get(beside, len(_frame(beside, 1)))
+        outcome, _ = core.get(beside, len(self.frame(beside, 1)))
         check(outcome.status is Status.OK, f"another get after the stall: {outcome.status.name}")
         check(not job.faults, "; ".join(job.faults))
         return core, job
@@ -251,7 +251,3 @@ class Deadline(Group):
             outcome.status is Status.FAILED and isinstance(outcome.error, DeadlineExceeded),
             f"{name} after its deadline ended {outcome.status.name} ({outcome.error!r})",
         )
-
-
-def _frame(key: StorageKey, version: int) -> bytes:
-    return sealed_frame(key, version, (PAGE, PAGE))

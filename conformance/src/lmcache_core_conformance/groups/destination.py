@@ -27,7 +27,7 @@ class Destination(Group):
     def test_a_range_touches_nothing_outside_its_views(self) -> None:
         """A range rounded up to the medium's own block lands in the next layer, which is in use."""
         store, key = self.bench.open(), key_named("range")
-        step = max(self.bench.capabilities.range_min, PAGE)
+        step = self.range_step()
         value = value_of(key, 1, self.bench.fit(8 * step // PAGE))
         self.put(store, key, value)
         for offset in range(0, len(value), step):

@@ -76,10 +76,10 @@ class Faults(Group):
         new = key_named("no room")
         with self._no_room(store, place):
             for other, what in ((new, "a new value"), (key, "an overwrite")):
-                outcome = store.put(other, value_of(other, 2, 2 * PAGE))
+                outcome = store.put(other, value_of(other, 2, self.bench.fit(2)))
                 check(outcome.status is Status.FULL, f"put of {what} without room: {outcome.status.name}")
             self.holds(store, key, value, "a value while the medium is full")
-            self.lacks(store, new, 2 * PAGE, "a value that found no room")
+            self.lacks(store, new, self.bench.fit(2), "a value that found no room")
         self._recovers(store, key, value)
 
     def test_a_read_only_medium_refuses_writes_and_serves_reads(self) -> None:

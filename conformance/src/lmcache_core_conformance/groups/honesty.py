@@ -142,12 +142,12 @@ class Honesty(Group):
     def test_a_range_is_exactly_the_bytes_asked_for(self) -> None:
         """Layers are read one by one as ranges: a shifted one is another layer's KV."""
         store, key = self.bench.open(), key_named("ranged")
-        step = self.bench.capabilities.range_min
-        value = value_of(key, 1, self.bench.fit(12))
+        step = self.range_step()
+        value = value_of(key, 1, self.bench.fit(max(12, 3 * step // PAGE)))
         self.put(store, key, value)
-        for offset in range(0, len(value), max(step, PAGE)):
-            for nbytes in (step, 2 * step, len(value) - offset):
-                if nbytes % PAGE or offset + nbytes > len(value):
+        for offset in range(0, len(value) - step + 1, step):
+            for nbytes in sorted({step, 2 * step, len(value) - offset}):
+                if offset + nbytes > len(value):
                     continue
                 got = store.get_many([Want(key, (nbytes,), offset=offset)])[0]
                 self.check_value(got, value[offset : offset + nbytes], f"[{offset}, {offset + nbytes})")
@@ -156,8 +156,8 @@ class Honesty(Group):
     def test_a_range_may_cross_any_boundary_of_the_medium(self) -> None:
         """Values are cut into stripes, parts and blocks: a range that crosses into the next is one range."""
         store, key = self.bench.open(), key_named("striped")
-        step = max(self.bench.capabilities.range_min, PAGE)
-        value = value_of(key, 1, self.bench.fit(self.bench.harness.large_value_bytes // PAGE))
+        step = self.range_step()
+        value = value_of(key, 1, self.bench.fit(max(self.bench.harness.large_value_bytes, 3 * step) // PAGE))
         self.put(store, key, value)
         for exponent in range(len(value).bit_length()):
             for boundary in (1 << exponent, 3 << exponent):
@@ -175,7 +175,7 @@ class Honesty(Group):
     def test_a_range_is_of_the_newest_copy(self) -> None:
         """A handle kept for the next range reads a value that meanwhile was replaced or deleted."""
         store, key = self.bench.open(), key_named("ranges of several copies")
-        step = max(self.bench.capabilities.range_min, PAGE)
+        step = self.range_step()
         want = Want(key, (step,), offset=step)
         for version, pages in enumerate((3, 3, 5, 2)):
             value = value_of(key, version, self.bench.fit(pages * step // PAGE))
@@ -192,9 +192,9 @@ class Honesty(Group):
     def test_the_first_range_is_not_the_whole_value(self) -> None:
         """Offset 0 as a range is the header's read; taken for the whole value it would be TOO_SMALL."""
         store, key = self.bench.open(), key_named("first range")
-        value = value_of(key, 1, self.bench.fit(5))
+        step = self.range_step()
+        value = value_of(key, 1, self.bench.fit(max(5, 3 * step // PAGE)))
         self.put(store, key, value)
-        step = max(self.bench.capabilities.range_min, PAGE)
         if step < len(value):
             got = store.get_many([Want(key, (step,), offset=0)])[0]
             self.check_value(got, value[:step], "the first range")
@@ -205,9 +205,9 @@ class Honesty(Group):
     def test_a_range_past_the_end_is_never_ok(self) -> None:
         """Bytes that were never stored must not be made up when a replaced value is shorter than expected."""
         store, key = self.bench.open(), key_named("past the end")
-        value = value_of(key, 1, self.bench.fit(3))
+        step = self.range_step()
+        value = value_of(key, 1, self.bench.fit(3 * step // PAGE))
         self.put(store, key, value)
-        step = max(self.bench.capabilities.range_min, PAGE)
         for offset in (len(value) - step, len(value), len(value) + 8 * step):
             got = store.get_many([Want(key, (2 * step,), offset=offset)])[0]
             check(got.status is not Status.OK, f"[{offset}, {offset + 2 * step}) of {len(value)} bytes is OK")
@@ -217,8 +217,11 @@ class Honesty(Group):
     @needs("ranged")
     def test_ranges_in_pieces_mix_with_whole_values_in_a_batch(self) -> None:
         """A prefix is read layer by layer over many chunks at once, each range into several places."""
-        store, step = self.bench.open(), max(self.bench.capabilities.range_min, PAGE)
-        values = [(key, value_of(key, 1, self.bench.fit(9))) for key, _ in self.some_values(self._few())]
+        store, step = self.bench.open(), self.range_step()
+        values = [
+            (key, value_of(key, 1, self.bench.fit(max(9, 3 * step // PAGE))))
+            for key, _ in self.some_values(self._few())
+        ]
         for key, value in values:
             self.put(store, key, value)
         wants, due = [], []

@@ -22,7 +22,7 @@ from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.driver import Buffer, Want
 from lmcache_core_conformance.properties import Group
 from lmcache_core_conformance.timing import deadline_of
-from lmcache_core_conformance.values import PAGE, key_named, sealed_frame, value_of
+from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
 
 _ROUNDS = 12
@@ -160,7 +160,7 @@ class Lifecycle(Group):
     def test_a_forked_child_is_refused_and_leaves_its_parent_alone(self) -> None:
         """Engines fork workers: a child that uses, or just closes, its parent's connection breaks both."""
         core, keys = self.bench.open_core(), [key_named(f"before the fork {n}") for n in range(2)]
-        frames = [sealed_frame(key, 1, (PAGE, PAGE)) for key in keys]
+        frames = [self.frame(key, 1) for key in keys]
         for key, frame in zip(keys, frames, strict=True):
             core.put(key, frame)
         child = os.fork()
@@ -173,7 +173,7 @@ class Lifecycle(Group):
             outcome, value = core.get(key, len(frame))
             whole = outcome.status is Status.OK and value == frame
             check(whole, f"after a fork, the parent's get: {outcome.status.name} ({outcome.error})")
-        core.put(keys[0], sealed_frame(keys[0], 2, (PAGE, PAGE)))
+        core.put(keys[0], self.frame(keys[0], 2))
 
     def test_stores_in_different_places_are_independent(self) -> None:
         """State kept by a class or module leaks one tier's values into another's, and past a close."""

@@ -9,7 +9,7 @@ from lmcache_core.storage import Operation
 from lmcache_core.storage.contract import Call, Item, Outcome, Status
 from lmcache_core_conformance.driver import Buffer, Store, Want, item_for
 from lmcache_core_conformance.properties import Group
-from lmcache_core_conformance.values import PAGE, difference, key_named, sealed_frame, value_of
+from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
 from lmcache_core_conformance.verdicts import check
 
 Method = Callable[[Sequence[Item], Call], None]
@@ -21,8 +21,9 @@ class Ownership(Group):
     def test_a_put_keeps_no_view(self) -> None:
         """A kept view is memory that can't be given back, or that is read after it became another frame."""
         store, key = self.bench.open(), key_named("put")
+        nbytes = self.bench.fit(2)
         for version in (1, 2):  # the second one replaces
-            buffer = Buffer([PAGE, PAGE], content=value_of(key, version, 2 * PAGE))
+            buffer = Buffer([PAGE] * (nbytes // PAGE), content=value_of(key, version, nbytes))
             status = self._call(store, store.backend.put_many, key, buffer)
             check(status is Status.OK, f"put: {status.name}")
             check(buffer.free(), "something still refers to the memory of a put that was settled")
@@ -30,7 +31,7 @@ class Ownership(Group):
     def test_a_get_keeps_no_view(self) -> None:
         """A kept view is a write waiting to land in a frame that meanwhile holds something else."""
         store, key = self.bench.open(), key_named("get")
-        self.put(store, key, value_of(key, 1, 2 * PAGE))
+        self.put(store, key, value_of(key, 1, self.bench.fit(2)))
         for what, wanted, pages in (
             ("hit", key, 2),
             ("larger view", key, 3),
@@ -141,7 +142,7 @@ class Ownership(Group):
         """What an executor never gets back stays quarantined: after enough of it, nothing can be loaded."""
         core = self.bench.open_core()
         keys = [key_named(f"workload {n}") for n in range(min(4, self.bench.capabilities.max_batch or 4))]
-        frames = [sealed_frame(key, 1, (PAGE, PAGE)) for key in keys]
+        frames = [self.frame(key, 1) for key in keys]
         view_nbytes = len(frames[0])
         absent = [key_named(f"absent {n}") for n in range(len(keys))]
         jobs = [

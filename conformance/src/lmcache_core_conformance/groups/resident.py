@@ -23,7 +23,7 @@ class Residents(Group):
     def test_borrowing_gives_the_adopted_memory_itself(self) -> None:
         """The nearest tier is as fast as memory only if nothing is copied on the way in or out."""
         store, key = self.bench.open(), key_named("adopted")
-        value = value_of(key, 1, 3 * PAGE)
+        value = value_of(key, 1, self.bench.fit(3))
         hold, address = self._hold(store, key, value)
         outcome = self._resident(store).adopt(key, hold)
         check(outcome.status is Status.OK, f"adopt: {outcome.status.name} ({outcome.error})")
@@ -43,7 +43,7 @@ class Residents(Group):
         """An old hold that is kept is a frame of memory lost with each overwrite."""
         store, key = self.bench.open(), key_named("replaced")
         for version in range(3):
-            value = value_of(key, version, 2 * PAGE)
+            value = value_of(key, version, self.bench.fit(2))
             self._resident(store).adopt(key, self._hold(store, key, value)[0])
             self.holds(store, key, value, f"version {version}")
         holds = store.host.pool.stats().holds
@@ -93,9 +93,10 @@ class Residents(Group):
         """FULL means "not taken": a hold that is dropped all the same loses the frame it stood for."""
         bound = self.bench.harness.small_capacity_bytes
         store = self.bench.open(capacity_bytes=bound)
-        for number in range(bound // (16 * PAGE) + 2):
+        nbytes = self.bench.fit(16)
+        for number in range(bound // nbytes + 2):
             key = key_named(f"adopted-{number}")
-            hold, _ = self._hold(store, key, value_of(key, 1, 16 * PAGE))
+            hold, _ = self._hold(store, key, value_of(key, 1, nbytes))
             if self._resident(store).adopt(key, hold).status is not Status.OK:
                 check(self._resident(store).borrow(key) is None, "a refused value can be borrowed")
                 lease = hold.lease("conformance")

@@ -135,12 +135,13 @@ class RoundTrip(Group):
     def test_a_sealed_frame_still_verifies_after_a_round_trip(self) -> None:
         """The core trusts only what its own checksums prove; a frame must arrive as it left."""
         store, key = self.bench.open(), key_named("frame")
-        frame = sealed_frame(key, 1, (3000, PAGE, 5001))
+        segments = self.segments((3000, PAGE, 5001))
+        frame = sealed_frame(key, 1, segments)
         self.put(store, key, frame)
         got = store.get(key, len(frame) + 2 * PAGE)
         self.check_value(got, frame, "a sealed frame")
         header = verify(memoryview(got.value), key=key, part=PART)
-        check(len(header.segments) == 3, "the frame lost segments")
+        check(len(header.segments) == len(segments), "the frame lost segments")
 
     def test_any_sequence_of_operations_agrees_with_a_plain_dictionary(self) -> None:
         """Faults hide in orders nobody thought of; an independent oracle knows what each step must say."""

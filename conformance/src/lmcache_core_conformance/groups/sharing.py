@@ -18,9 +18,11 @@ class Sharing(Group):
         place = self.bench.place()
         store, key = self.bench.open(place), key_named("from another process")
         self.lacks(store, key, PAGE, "a key that nobody has stored yet")
-        ended = Crasher(self.bench.harness, place.options).run([], [Operate("put", key, 1, 2 * PAGE)])
+        ended = Crasher(self.bench.harness, place.options).run(
+            [], [Operate("put", key, 1, self.bench.fit(2))]
+        )
         check(ended.statuses == ("ok",), f"a put in another process ended {ended.statuses}")
-        self.holds(store, key, value_of(key, 1, 2 * PAGE), "a value put by another process")
+        self.holds(store, key, value_of(key, 1, self.bench.fit(2)), "a value put by another process")
         check(store.stat(key).status is Status.OK, "stat of a value put by another process is not OK")
 
     @needs("shared")
