@@ -11,8 +11,11 @@ Answer = Callable[[list[bytes]], bytes]
 """What is answered to a command, as it goes over the wire."""
 
 
+_ASKED_ABOUT = (b"HGET", b"HLEN", b"HMGET", b"CLUSTER", b"SENTINEL")
+
+
 class Liar:
-    """Opens a tier properly; `answer` is asked about reads from then on that it is set."""
+    """Opens a tier properly; `answer` is asked about reads and routes from then on that it is set."""
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
@@ -50,7 +53,7 @@ class Liar:
                     self._closed.wait(self.pause_s)
 
     def _reply(self, command: list[bytes]) -> bytes:
-        if self.answer is not None and command[0] in (b"HGET", b"HLEN", b"HMGET"):
+        if self.answer is not None and command[0] in _ASKED_ABOUT:
             return self.answer(command)
         if command[0] == b"PING":
             return bulk(command[1])

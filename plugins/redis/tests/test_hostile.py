@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_core.sdk import DeadlineExceeded, Item, Status, View
+from lmcache_core.sdk import BackendUnavailable, DeadlineExceeded, Item, Status, View
 from lmcache_core.storage import Operation
 from lmcache_core_conformance.values import key_named
 from lmcache_core_redis import links
@@ -121,6 +121,32 @@ def test_a_reply_that_is_wrong_is_no_hit_and_takes_no_memory(
     assert taken < MANY_NBYTES
     liar.answer = always(b"$-1\r\n")
     assert any(tier.get("value")[0].status is Status.MISS for _ in range(3)), "it heals"
+
+
+def slots(first: int, last: int, host: bytes, port: int) -> bytes:
+    return b"*1\r\n*3\r\n:%d\r\n:%d\r\n*2\r\n%b:%d\r\n" % (first, last, bulk(host), port)
+
+
+@pytest.mark.parametrize(
+    ("options", "reply"),
+    [
+        ({"cluster": True}, slots(0, 1 << 60, b"127.0.0.1", 1)),
+        ({"cluster": True}, slots(-5, -1, b"127.0.0.1", 1)),
+        ({"cluster": True}, slots(0, 16383, b"127.0.0.1", 99_999)),
+        ({"cluster": True}, slots(0, 16383, b"\xff\xfe", 1)),
+        ({"cluster": True}, slots(0, 16383, b"a" * 300, 1)),
+        ({"cluster": True}, b":5\r\n"),
+        ({"sentinel": "group"}, b"*2\r\n" + bulk(b"127.0.0.1") + bulk(b"port")),
+        ({"sentinel": "group"}, b"*2\r\n" + bulk(b"\xff\xfe") + bulk(b"1")),
+        ({"sentinel": "group"}, b"*-1\r\n"),
+    ],
+)
+def test_a_map_that_leads_nowhere_is_told_as_such(
+    liar: Liar, options: dict[str, object], reply: bytes
+) -> None:
+    liar.answer = always(reply)
+    with pytest.raises(BackendUnavailable), tier_on({**options_of(liar), **options}, DEADLINE_S):
+        pass
 
 
 def test_a_redis_py_that_does_not_fit_is_held_to_the_deadline_too(

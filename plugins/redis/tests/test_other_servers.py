@@ -12,7 +12,7 @@ from lmcache_core_conformance.values import key_named, sealed_frame
 
 from .sentinels import SentinelSite
 from .servers import require
-from .sites import NODES, ClusterSite
+from .sites import NODES, ClusterSite, slot_of
 from .tiers import SEGMENTS, Tier, fresh_namespace, tier_on
 
 LONG = (100_000, 200_000)
@@ -99,6 +99,28 @@ def test_a_node_that_is_silent_costs_the_items_of_the_others_nothing(
                 assert status in (Status.FAILED, Status.TIMEOUT), (silent, number)
         assert job.wait_finished(10.0)
         cluster.wait_until_serving()
+
+
+def test_a_slot_that_nobody_serves_costs_the_items_of_others_nothing(
+    cluster: ClusterSite, tier: Tier
+) -> None:
+    keys = [key_named(f"slot {number}") for number in range(6)]
+    frames = [sealed_frame(key, 1, SEGMENTS) for key in keys]
+    tier.core.run(Operation.PUT, keys, frames=frames)
+    name = tier.name_of("slot 3")
+    for node in cluster.nodes:
+        node.config_set("cluster-require-full-coverage", "no")
+        node.execute_command("CLUSTER", "DELSLOTS", slot_of(name))
+    for _ in range(2):  # with the map from before, and with one that has nobody for that slot
+        job = tier.core.run(Operation.STAT, keys)
+        error = job.outcomes[3].error
+        assert error is not None
+        assert error.retryable
+        assert [n for n in range(6) if job.outcomes[n].status is Status.OK] == [0, 1, 2, 4, 5]
+    cluster.client_of(name).execute_command("CLUSTER", "ADDSLOTS", slot_of(name))
+    for node in cluster.nodes:
+        node.config_set("cluster-require-full-coverage", "yes")
+    cluster.wait_until_serving()
 
 
 def test_a_node_of_a_cluster_is_not_taken_for_a_single_server(cluster: ClusterSite) -> None:
