@@ -26,7 +26,10 @@ class Capacity(Group):
         """FULL is how the core learns to evict; a store that drops old values instead loses them unseen."""
         store, stored = self._fill()
         check(
-            len(stored) >= _VALUES_TO_FILL // 4, f"FULL after {len(stored)} of about {_VALUES_TO_FILL} values"
+            len(stored) >= _VALUES_TO_FILL // 4,
+            f"FULL after {len(stored)} of about {_VALUES_TO_FILL} values, by which small_capacity_bytes "
+            f"({self.bench.harness.small_capacity_bytes}) is meant to be full: a store that takes room in "
+            "large steps needs more",
         )
         for key, value in stored:
             self.holds(store, key, value, "a value stored before the store was full")
