@@ -22,10 +22,12 @@ from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Capabilities, Outcome, Status
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.driver import Store, Want
+from lmcache_core_conformance.timing import affordable
 from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
 from lmcache_core_conformance.verdicts import Unproven, check
 
 _STEPS = 30
+_CALLS_A_STEP = 2
 _KEYS = 3
 _WHICH = st.integers(0, _KEYS - 1)
 _PAGES = st.sampled_from([1, 2, 3, 5, 9, 0, 0])
@@ -39,8 +41,8 @@ def live(bench: Bench) -> None:
     Raises:
         Violation: the store said something that the oracle can't explain.
     """
-
     offered = bench.capabilities
+    examples = affordable(bench, bench.harness.examples, _STEPS * _CALLS_A_STEP)
 
     class Life(_Life):
         def __init__(self) -> None:
@@ -50,7 +52,7 @@ def live(bench: Bench) -> None:
         run_state_machine_as_test(
             Life,
             settings=settings(
-                max_examples=bench.harness.examples,
+                max_examples=examples,
                 stateful_step_count=_STEPS,
                 deadline=None,
                 database=None,
@@ -191,7 +193,7 @@ class _Life(RuleBasedStateMachine):
             return
         check(outcome.status is Status.FULL, f"put: {outcome.status.name} ({outcome.error})")
         used = sum(map(len, self.values.values())) + 2 * len(value)
-        check(used > self.bound // 3, f"FULL with {used} bytes of {self.bound} in use")
+        check(used > self.bound // 3, f"FULL with {used} bytes of small_capacity_bytes ({self.bound}) in use")
 
     def _judge(self, key: StorageKey, outcome: Outcome, seen: bytes) -> None:
         value = self.values.get(key)

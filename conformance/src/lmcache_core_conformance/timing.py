@@ -10,12 +10,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
+from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.driver import Store
+from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import Violation
 from lmcache_core_conformance.watch import named_thread, where_threads_stand
 
 T = TypeVar("T")
 _SAMPLE_S = 0.005
+_FAST_S = 0.005
+"""A call that takes no longer is repeated as often as the harness says."""
+_TRIES = 3
+_SHARE = 0.4
+"""What part of a property's time its repetitions may take by their estimate."""
 
 
 class Running(Generic[T]):
@@ -68,6 +75,25 @@ def in_time(what: str, call: Callable[[], T], limit_s: float) -> T:
     if not running.ended.wait(limit_s):
         raise Violation(f"{what} took more than {limit_s:.1f} s\n{where_threads_stand()}")
     return running.result()
+
+
+def affordable(bench: Bench, rounds: int, calls: int) -> int:
+    """`rounds` rounds of `calls` calls each, or as many as a slow store gets through in a property's time.
+
+    A store that is slow, and not hung, is tried less hard. One is enough to say that it is fast, so that a
+    busy machine doesn't change what a fast store is put through.
+    """
+    store, key, took = bench.open(), key_named("timed"), float("inf")
+    for _ in range(_TRIES):
+        before = len(store.calls)
+        store.put(key, value_of(key, 1, PAGE))
+        store.get(key, PAGE)
+        took = min(took, max(call.took_s for call in store.calls[before:]))
+        if took < _FAST_S:
+            break
+    store.close()
+    most = rounds if took < _FAST_S else int(_SHARE * bench.harness.limit_s / (calls * took))
+    return max(min(rounds, most), 1)
 
 
 @contextmanager

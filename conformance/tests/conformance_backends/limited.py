@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from conformance_backends.memory import MemoryBackend, MemoryConfig, failed
-from lmcache_core.storage.contract import Call, Capabilities, Item, Outcome
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import Call, Capabilities, Item, Outcome, Status
+
+T = TypeVar("T")
 
 
 class SmallValues(MemoryBackend):
@@ -47,3 +52,36 @@ class CoarseRangesOfSmallValues(CoarseRanges):
 
     def __init__(self, config: MemoryConfig) -> None:
         super().__init__(MemoryConfig(max_value_bytes=self.least // 2))
+
+
+class TakesItsTime(MemoryBackend):
+    """Right, and slow: as a store at the other end of the country."""
+
+    call_s = 0.05
+
+    def each(self, things: Sequence[T], call: Call, one: Callable[[T], Outcome]) -> None:
+        time.sleep(min(self.call_s, max(call.remaining(), 0)))
+        super().each(things, call, one)
+
+
+class TakesRoomInLargeSteps(MemoryBackend):
+    """Occupies whole blocks of 128 KiB, and says so."""
+
+    block = 128 << 10
+
+    def blocks(self, nbytes: int) -> int:
+        return -(-nbytes // self.block) * self.block
+
+    def used_bytes(self) -> int:
+        return sum(self.blocks(len(value)) for value in self.values.values())
+
+    def has_room(self, key: StorageKey, nbytes: int) -> bool:
+        old = self.values.get(self.name(key))
+        freed = 0 if old is None else self.blocks(len(old))
+        return self.capacity_bytes is None or self.used_bytes() - freed + self.blocks(nbytes) <= (
+            self.capacity_bytes
+        )
+
+    def put_one(self, item: Item) -> Outcome:
+        outcome = super().put_one(item)
+        return replace(outcome, stored=self.blocks(item.nbytes)) if outcome.status is Status.OK else outcome

@@ -16,6 +16,7 @@ from lmcache_core_conformance.driver import Buffer, Got, Store, Want
 from lmcache_core_conformance.history import ABSENT, History, Kind, Version, is_linearizable
 from lmcache_core_conformance.preemption import interrupt
 from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.timing import affordable
 from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
 from lmcache_core_conformance.watch import rounds
@@ -91,10 +92,11 @@ class Concurrency(Group):
         store = self.bench.open()
         names = ("put", "get", "delete") if self.bench.capabilities.delete else ("put", "get")
         pairs = [*itertools.product(names, (*names, "put beside")), ("first put", "stat and get")]
+        lines = self._lines(calls=6 * len(pairs))
         for number, (first, second) in enumerate(pairs):
             uncut = _Register(store, f"uncut-{number}", self.bench.fit(2))
             total = uncut.interrupted(first, 0, second)
-            for line in rounds(spread(total, self.bench.harness.interruptions)):
+            for line in rounds(spread(total, lines)):
                 register = _Register(store, f"held-up-{number}-{line}", self.bench.fit(2))
                 register.interrupted(first, line, second)
 
@@ -118,10 +120,10 @@ class Concurrency(Group):
         store, count = self.bench.open(), min(3, self.bench.capabilities.max_batch or 3)
         if count < 2:
             raise NotApplicable("capability max_batch is 1")
+        half = max(self._lines(calls=4 * 3) // 2, 1)
         batches = _Batches(store, [key_named(f"overlap {n}") for n in range(count)], self.bench.fit)
         for first, second in (("put", "put"), ("get", "get"), ("get", "put"), ("stat", "stat")):
             total = self._interrupt(partial(batches.run, first), 0, _nothing)
-            half = max(self.bench.harness.interruptions // 2, 1)
             early = range(1, min(total, half) + 1)  # where a call takes its locks, each line counts
             for line in rounds(sorted({*early, *spread(total, half)})):
                 try:
@@ -148,7 +150,8 @@ class Concurrency(Group):
             check(told or whole, f"get while the value grew: {outcome.status.name}, {outcome.nbytes} bytes")
 
         self.put(store, key, short)
-        for line in rounds(spread(self._interrupt(get, 0, _nothing), self.bench.harness.interruptions)):
+        lines = self._lines(calls=3)
+        for line in rounds(spread(self._interrupt(get, 0, _nothing), lines)):
             self.put(store, key, short)
             self._interrupt(get, line, lambda: self.put(store, key, long))
 
@@ -159,7 +162,7 @@ class Concurrency(Group):
         for key, value in values:
             self.put(store, key, value)
         staying = {key: len(value) for key, value in values}
-        arriving = [(key_named(f"arriving {n}"), PAGE) for n in range(self.bench.harness.interruptions)]
+        arriving = [(key_named(f"arriving {n}"), PAGE) for n in range(self._lines(calls=2 * 4))]
         known = staying | dict(arriving)
 
         def look() -> None:
@@ -174,7 +177,7 @@ class Concurrency(Group):
             check(staying.keys() <= found.keys(), "a scan beside a put leaves out values that stay")
 
         for reading in (look, scan) if self.bench.capabilities.scan else (look,):
-            lines = spread(self._interrupt(reading, 0, _nothing), self.bench.harness.interruptions)
+            lines = spread(self._interrupt(reading, 0, _nothing), len(arriving))
             for line, (key, nbytes) in zip(lines, arriving, strict=False):
                 self._interrupt(reading, line, partial(self.put, store, key, value_of(key, 1, nbytes)))
                 if self.bench.capabilities.delete:
@@ -206,6 +209,10 @@ class Concurrency(Group):
         if not self.bench.capabilities.asynchronous:  # its completion thread must not be held up
             store.before_settling = meet
         self.bench.race(store, *(caller(n) for n in range(count)))
+
+    def _lines(self, *, calls: int) -> int:
+        """At how many lines of a call it is interrupted, where that takes `calls` calls for each."""
+        return affordable(self.bench, self.bench.harness.interruptions, calls)
 
     def _interrupt(self, first: Callable[[], None], line: int, second: Callable[[], None]) -> int:
         return interrupt(first, line, second, 4 * self.bench.harness.slack_s)
