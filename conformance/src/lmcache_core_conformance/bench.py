@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from lmcache_core.errors import PluginError
 from lmcache_core.storage.checks import checked_capabilities
 from lmcache_core.storage.contract import Backend, Capabilities, Resident
+from lmcache_core_conformance.certified import check_instance
 from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.driver import RecordingHost, Store
 from lmcache_core_conformance.figures import Figure
@@ -55,14 +56,21 @@ class _Entered:
 class Bench:
     """Everything one property may use; `close` takes it all away again. Thread-safe in this alone."""
 
-    def __init__(self, harness: Harness, on_figure: Callable[[Figure], None] = lambda figure: None) -> None:
+    def __init__(
+        self,
+        harness: Harness,
+        on_figure: Callable[[Figure], None] = lambda figure: None,
+        backend: type[Backend[Any]] | None = None,
+    ) -> None:
         self.harness = harness
+        self.backend_class: type[Backend[Any]] = backend or harness.backend
         self._on_figure = on_figure
         self.directory = Path(tempfile.mkdtemp(prefix="conformance-", dir=harness.directory))
         self._lock = threading.Lock()  # guards the two below
         self._opened: list[Store | Core | _Entered] = []
         self._closed = False
         self._num_places = 0
+        self._built: list[Backend[Any]] = []
 
     @property
     def capabilities(self) -> Capabilities:
@@ -109,14 +117,20 @@ class Bench:
         """The backend of that place, not opened.
 
         Raises:
-            Violation: it is not of the class that is certified.
+            Violation: it is not of just the class that is certified.
         """
         backend = self.harness.build(place.options)
-        meant = self.harness.backend
-        check(
-            isinstance(backend, meant), f"Harness.build made a {type(backend).__name__}, no {meant.__name__}"
-        )
+        check_instance(backend, self.backend_class)
+        self._built.append(backend)
         return backend
+
+    def check_built(self) -> None:
+        """
+        Raises:
+            Violation: a backend is no longer what `build` found it to be.
+        """
+        for backend in self._built:
+            check_instance(backend, self.backend_class)
 
     def host(self, backend: Backend[Any], *, capacity_bytes: int | None = None) -> RecordingHost:
         return RecordingHost(

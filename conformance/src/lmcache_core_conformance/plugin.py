@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from lmcache_core_conformance.certified import Certified
     from lmcache_core_conformance.harness import Harness
     from lmcache_core_conformance.properties import Property
     from lmcache_core_conformance.runner import Result
@@ -42,7 +43,7 @@ class _Judged:
     """A property to be judged, and how it was. Taken from the class once, before anything runs."""
 
     prop: Property
-    harness: Harness
+    certified: Certified
     deviation: str | None
     result: Result | None = None
 
@@ -52,11 +53,13 @@ _JUDGED = pytest.StashKey[_Judged]()
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuses whatever would weaken the suite."""
+    certified: dict[type[BackendConformance], Certified] = {}
     for item in items:
         found = _property_of(item)
         if found is None:
             continue
         cls, prop = found
+        from lmcache_core_conformance.certified import Certified
         from lmcache_core_conformance.deviations import deviations_of
         from lmcache_core_conformance.suite import NAMES, check_subclass
 
@@ -71,7 +74,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is marked {', '.join(excuses)}: a conformance property is excused only by "
                 "Harness.deviations, with a reason"
             )
-        item.stash[_JUDGED] = _Judged(prop, cls.harness, deviations.get(prop.name))
+        if cls not in certified:
+            certified[cls] = Certified(cls.harness)
+        item.stash[_JUDGED] = _Judged(prop, certified[cls], deviations.get(prop.name))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -85,7 +90,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     errors: list[Exception] = []
     excuses = (NotApplicable, Unproven, pytest.exit.Exception, unittest.SkipTest)
-    judged.result = result = judge(judged.harness, judged.prop, judged.deviation, errors.append)
+    judged.result = result = judge(judged.certified, judged.prop, judged.deviation, errors.append)
     pyfuncitem.user_properties += [(_FIGURE, str(figure)) for figure in result.figures]
     if result.verdict is Verdict.PASSED:
         return True
@@ -118,7 +123,7 @@ def pytest_runtest_makereport(
         reason = judged.result.reason if judged.result is not None else str(call.excinfo.value)
         report.longrepr = f"{reason} (a conformance property can't be skipped)"
     if report.outcome == "failed" and call.when == "call":
-        _conceal(report, judged.harness)
+        _conceal(report, judged.certified.harness)
     return report
 
 

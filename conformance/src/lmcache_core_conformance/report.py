@@ -155,8 +155,14 @@ def describe(report: Report, harness: Harness, *, name: str | None = None) -> Re
 
     Texts that came out of the backend are cleaned of the secrets in its options, of credentials in
     URLs and of paths.
+
+    Raises:
+        ReportError: `harness` is for another backend than was run.
     """
-    bench = Bench(harness)
+    if harness.backend is not report.backend:
+        ran, named = report.backend.__qualname__, harness.backend.__qualname__
+        raise ReportError(f"the report is of {ran}, the harness is for {named}")
+    bench = Bench(harness, backend=report.backend)
     try:
         redactor = Redactor.of(harness, bench)
         results = tuple(
@@ -177,7 +183,7 @@ def describe(report: Report, harness: Harness, *, name: str | None = None) -> Re
             version=VERSION,
             started=datetime.fromtimestamp(report.started, UTC).isoformat(timespec="seconds"),
             seconds=round(report.seconds, 1),
-            backend=_subject(harness, bench, name),
+            backend=_subject(bench, name),
             suite=_suite(harness, {result.prop.name for result in report.results}),
             environment=_environment(bench.directory),
             capabilities=capabilities_of(bench),
@@ -265,8 +271,8 @@ def effort_of(harness: Harness | type[Harness]) -> dict[str, float]:
     return {name: int(n) if isinstance(n, int) else float(n) for name, n in numbers.items()}  # no subclasses
 
 
-def _subject(harness: Harness, bench: Bench, name: str | None) -> Subject:
-    backend = harness.backend
+def _subject(bench: Bench, name: str | None) -> Subject:
+    backend = bench.backend_class
     distribution, version = _distribution_of(backend)
     try:
         protocols: Sequence[str] = ["Resident"] if bench.is_resident else []

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
+from lmcache_core.storage.contract import Backend
+from lmcache_core_conformance.certified import Certified
 from lmcache_core_conformance.deviations import deviations_of
 from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.harness import Harness
@@ -34,12 +37,15 @@ class Result:
 class Report:
     """The results of one run, in the suite's order. `started` is Unix time.
 
+    `backend` is the class that was certified.
+
     Of an interrupted run they are those of the properties that had been judged by then.
     """
 
     results: tuple[Result, ...]
     started: float
     seconds: float
+    backend: type[Backend[Any]]
     interrupted: bool = False
 
     def of(self, verdict: Verdict) -> tuple[Result, ...]:
@@ -80,11 +86,12 @@ def run(
     for unknown in sorted(set(properties or ()) - NAMES):
         raise ValueError(f"no property {unknown!r}")
     deviations = deviations_of(harness, NAMES)
+    certified = Certified(harness)
     started, clock = time.time(), time.monotonic()
     results: list[Result] = []
 
     def report(*, interrupted: bool) -> Report:
-        return Report(tuple(results), started, time.monotonic() - clock, interrupted)
+        return Report(tuple(results), started, time.monotonic() - clock, certified.backend, interrupted)
 
     try:
         for prop in PROPERTIES:
@@ -92,7 +99,7 @@ def run(
                 continue
             if properties is not None and prop.name not in properties:
                 continue
-            results.append(judge(harness, prop, deviations.get(prop.name)))
+            results.append(judge(certified, prop, deviations.get(prop.name)))
             if on_result is not None:
                 on_result(results[-1])
     except KeyboardInterrupt as error:
@@ -101,7 +108,7 @@ def run(
 
 
 def judge(
-    harness: Harness,
+    certified: Certified,
     prop: Property,
     deviation: str | None,
     on_error: Callable[[Exception], None] = lambda error: None,
@@ -114,7 +121,7 @@ def judge(
     figures: list[Figure] = []
     verdict, reason = Verdict.PASSED, ""
     try:
-        execute(prop, harness, figures.append)
+        execute(prop, certified, figures.append)
     except Exception as error:  # noqa: BLE001 (recorded boundary: the backend is foreign code)
         verdict, reason = verdict_of(error)
         on_error(error)

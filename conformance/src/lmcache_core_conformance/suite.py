@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from lmcache_core_conformance.bench import Bench
+from lmcache_core_conformance.certified import Certified
 from lmcache_core_conformance.crash import end_child
 from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.groups.batching import Batching
@@ -17,6 +18,7 @@ from lmcache_core_conformance.groups.crash import Crash
 from lmcache_core_conformance.groups.deadline import Deadline
 from lmcache_core_conformance.groups.declaration import Declaration
 from lmcache_core_conformance.groups.destination import Destination
+from lmcache_core_conformance.groups.endurance import Endurance
 from lmcache_core_conformance.groups.faults import Faults
 from lmcache_core_conformance.groups.honesty import Honesty
 from lmcache_core_conformance.groups.lifecycle import Lifecycle
@@ -43,6 +45,7 @@ GROUPS: tuple[type[Group], ...] = (
     Honesty,
     Residents,
     Capacity,
+    Endurance,
     Retention,
     Sharing,
     Deadline,
@@ -69,6 +72,7 @@ class BackendConformance(
     Honesty,
     Residents,
     Capacity,
+    Endurance,
     Retention,
     Sharing,
     Deadline,
@@ -125,11 +129,11 @@ def find(name: str) -> Property | None:
     return next((prop for prop in PROPERTIES if prop.name == name), None)
 
 
-def execute(prop: Property, harness: Harness, on_figure: Callable[[Figure], None]) -> None:
+def execute(prop: Property, certified: Certified, on_figure: Callable[[Figure], None]) -> None:
     """Runs one property on a bench of its own, bounded in time. `on_figure` gets what it measured.
 
     Raises:
-        Violation: the property does not hold.
+        Violation: the property does not hold, or the class was changed before or meanwhile.
         NotApplicable: a capability makes it meaningless.
         Unproven: a harness hook is missing.
         Exception: whatever the backend raised where it may not.
@@ -138,7 +142,8 @@ def execute(prop: Property, harness: Harness, on_figure: Callable[[Figure], None
     benches: list[Bench] = []
 
     def work() -> None:
-        bench = Bench(harness, on_figure)
+        certified.check_unchanged()
+        bench = Bench(certified.harness, on_figure, certified.backend)
         benches.append(bench)
         group = _GROUP_OF[prop.group]()
         group.bench = bench
@@ -148,11 +153,13 @@ def execute(prop: Property, harness: Harness, on_figure: Callable[[Figure], None
             for capability in prop.needs:
                 bench.require(capability)
             getattr(group, prop.name)()
+            bench.check_built()
+            certified.check_unchanged()
         finally:
             bench.close()
 
     try:
-        bounded(work, harness.limit_s)
+        bounded(work, certified.harness.limit_s)
     except (Hung, KeyboardInterrupt):
         end_child()
         raise
