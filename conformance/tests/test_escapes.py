@@ -16,10 +16,12 @@ from conformance_backends.files import FileBackend
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import Call, Capabilities, Host, Item
-from lmcache_core_conformance import NotApplicable, ReportError, Unproven, Verdict, describe, run
+from lmcache_core.storage.contract import Call, Capabilities, Host, Item, Stats
+from lmcache_core_conformance import Harness, NotApplicable, ReportError, Unproven, Verdict, describe, run
 from lmcache_core_conformance.behind import Fault
 from lmcache_core_conformance.runner import Result
+from lmcache_core_conformance.values import key_named
+from lmcache_core_conformance.verdicts import verdict_of
 
 ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
 OUT_OF_BAND = "test_what_lies_in_the_medium_is_what_was_put"
@@ -221,6 +223,48 @@ def test_a_hook_that_another_hook_is_missing_in_does_not_excuse_a_property() -> 
             return {"path": str(super(SmallHarness, self).unopenable_config(tmp))}
 
     assert only(Mine(), ROUND_TRIP).verdict is Verdict.FAILED
+
+
+class CallsAHook(MemoryBackend):
+    """Raises what the suite raises for a missing hook, from a method with a hook's name."""
+
+    def raw_get(self) -> bytes | None:
+        return Harness.raw_get(None, Path(), key_named("any"))  # type: ignore[arg-type]
+
+    def stats(self) -> Stats:
+        self.raw_get()
+        return super().stats()
+
+
+def test_a_backend_with_a_method_named_like_a_hook_does_not_excuse_a_property() -> None:
+    result = only(SmallHarness(CallsAHook), "test_stats_count_what_is_stored")
+    assert result.verdict is Verdict.FAILED
+    assert "which excuses nothing" in result.reason
+
+
+def test_a_hook_that_asks_another_harness_does_not_excuse_a_property() -> None:
+    class Mine(FileHarness):
+        def raw_get(self, tmp: Path, key: StorageKey) -> bytes | None:
+            return Harness.raw_get(FileHarness(), tmp, key)
+
+    assert only(Mine(), OUT_OF_BAND).verdict is Verdict.FAILED
+
+
+def test_code_that_only_says_it_is_the_suite_excuses_nothing() -> None:
+    fake = {"__name__": "lmcache_core_conformance.verdicts", "NotApplicable": NotApplicable}
+    exec("def excuse(): raise NotApplicable('capability x is False')", fake)
+
+    class Mine(MemoryBackend):
+        def open(self, host: Host) -> Capabilities | None:
+            fake["excuse"]()  # type: ignore[operator]
+            return None
+
+    # also where it is the only thing between the suite and the error
+    assert only(SmallHarness(Mine), ROUND_TRIP).verdict is Verdict.FAILED
+    with pytest.raises(NotApplicable) as raised:
+        fake["excuse"]()  # type: ignore[operator]
+    error = raised.value.with_traceback(raised.tb.tb_next)
+    assert verdict_of(error)[0] is Verdict.FAILED
 
 
 def test_another_backend_can_not_be_certified_in_its_place() -> None:

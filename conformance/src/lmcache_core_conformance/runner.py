@@ -123,7 +123,7 @@ def judge(
     try:
         execute(prop, certified, figures.append)
     except Exception as error:  # noqa: BLE001 (recorded boundary: the backend is foreign code)
-        verdict, reason = verdict_of(error)
+        verdict, reason = verdict_of(error, certified.harness)
         on_error(error)
     if deviation is not None and verdict is Verdict.FAILED:
         verdict, reason = Verdict.DEVIATION, deviation

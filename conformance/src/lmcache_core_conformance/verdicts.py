@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
+from collections.abc import Sequence
 from enum import Enum
+from types import FrameType
 
 _SUITE = __name__.partition(".")[0]
 _NEUTRAL = ("contextlib", "threading")
@@ -50,17 +53,19 @@ def check(condition: object, message: str) -> None:
         raise Violation(message)
 
 
-def verdict_of(error: BaseException) -> tuple[Verdict, str]:
+def verdict_of(error: BaseException, harness: object = None) -> tuple[Verdict, str]:
     """What a property says that ended by `error`, and why.
 
     `Unproven` and `NotApplicable` are the suite's to raise: from a backend or a hook they are failures,
-    like everything else. A hook may leave a case to the default that it overrides, which is then missing.
+    like everything else. A hook of `harness` may leave a case to the default that it overrides, which is
+    then missing.
     """
     if isinstance(error, NotApplicable | Unproven):
-        *callers, (module, function) = _frames(error)
-        foreign = {name for place, name in callers if place not in (_SUITE, *_NEUTRAL)}
-        missing_hook = isinstance(error, Unproven) and function in foreign
-        if module == _SUITE and (not foreign or missing_hook):
+        frames: list[FrameType | None] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        *callers, raising = frames or [None]
+        foreign = [frame for frame in callers if not _is_of(frame, _SUITE, *_NEUTRAL)]
+        missing_hook = isinstance(error, Unproven) and _is_missing_hook(raising, foreign, harness)
+        if _is_of(raising, _SUITE) and (not foreign or missing_hook):
             verdict = Verdict.UNPROVEN if isinstance(error, Unproven) else Verdict.NOT_APPLICABLE
             return verdict, str(error)
         reason = f"{type(error).__name__} was raised by the backend or a hook, which excuses nothing: {error}"
@@ -70,9 +75,25 @@ def verdict_of(error: BaseException) -> tuple[Verdict, str]:
     return Verdict.FAILED, f"{type(error).__name__}: {error}"
 
 
-def _frames(error: BaseException) -> list[tuple[str, str]]:
-    """The package and the function of each frame that `error` came through, the raising one last."""
-    return [
-        (str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code.co_name)
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    ] or [("", "")]
+def _is_missing_hook(raising: FrameType | None, foreign: Sequence[FrameType | None], harness: object) -> bool:
+    """Whether a hook was left to its default by `harness` itself, and nothing else stood in between."""
+    hooks = [frame.f_code.co_name for frame in foreign if frame is not None]
+    return (
+        raising is not None
+        and raising.f_code.co_name in hooks
+        and all(_is_method_of(harness, frame) for frame in (raising, *foreign))
+    )
+
+
+def _is_method_of(harness: object, frame: FrameType | None) -> bool:
+    if frame is None or not frame.f_code.co_argcount:
+        return False
+    return frame.f_locals.get(frame.f_code.co_varnames[0]) is harness
+
+
+def _is_of(frame: FrameType | None, *packages: str) -> bool:
+    """Whether the code of a frame is in one of these, and doesn't only say so."""
+    if frame is None:
+        return False
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] in packages and vars(sys.modules.get(name, object)) is frame.f_globals
