@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from typing import Generic, Self, TypeVar
 
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.driver import Store
@@ -62,6 +63,43 @@ class Running(Generic[T]):
             self._errors.append(error)
         finally:
             self.ended.set()
+
+
+class Caller:
+    """A daemon thread that stays: it makes one call after another, until the context is left."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], None], SimpleQueue[BaseException | None]] | None]
+        self._calls = SimpleQueue()
+
+    def __enter__(self) -> Self:
+        named_thread("caller", self._serve).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.put(None)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Makes one call on that thread, and returns when it has ended.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._calls.put((call, ended))
+        error = ended.get()
+        if error is not None:
+            raise error
+
+    def _serve(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, ended = asked
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 (handed to `run`)
+                ended.put(error)
+            else:
+                ended.put(None)
 
 
 def in_time(what: str, call: Callable[[], T], limit_s: float) -> T:

@@ -8,12 +8,14 @@ from conformance_backends import (  # noqa: F401 (they fill the catalogue)
     broken_conduct,
     broken_core,
     broken_corruption,
+    broken_endurance,
     broken_network,
     broken_overlap,
     broken_performance,
     broken_pieces,
     broken_room,
     broken_sharing,
+    broken_system_calls,
     broken_values,
 )
 from conformance_backends.asynchronous import AsynchronousBackend

@@ -17,6 +17,10 @@ from lmcache_core_conformance.verdicts import NotApplicable, check
 _REFUSALS = 12
 _VALUES_TO_FILL = 64
 """How many values of the size chosen fill the bound."""
+_VALUES_COUNTED = 16
+_PAGES_COUNTED = 64
+_COPIES = 4
+_SPARE = 1 << 20
 
 
 class Capacity(Group):
@@ -42,6 +46,35 @@ class Capacity(Group):
             outcome = call.outcomes[0]
             charged += len(stored[0][1]) if outcome.stored is None else outcome.stored
         check(charged >= bound // 4, f"the store is full at {bound} bytes, and has charged {charged}")
+        check(charged <= bound * 5 // 4, f"a store of at most {bound} bytes has charged {charged}")
+
+    def test_what_is_charged_and_counted_follows_what_is_stored(self) -> None:
+        """Charged a hundredfold, the core evicts nearly everything; operators size tiers by the counts."""
+        place = self.bench.place()
+        store, reach = self.bench.open(place), Reach(self.bench, place)
+        nbytes = self.bench.fit(_PAGES_COUNTED)
+        keys = [key_named(f"counted {n}") for n in range(_VALUES_COUNTED)]
+        empty, total = store.stats().used_bytes, nbytes * len(keys)
+        for key in keys:
+            outcome = store.put(key, value_of(key, 1, nbytes))
+            check(outcome.status is Status.OK, f"put of {nbytes} bytes: {outcome.status.name}")
+            self._is_fair(outcome.stored, nbytes, "put")
+        if self.bench.capabilities.scan:
+            for entry in store.scan():
+                self._is_fair(entry.stored, entry.nbytes, "scan")
+        used = store.stats().used_bytes
+        self._is_fair(used - empty, total, "stats")
+        if not self.bench.capabilities.delete or self.bench.capabilities.medium == "network":
+            return  # when a server gives room back is its own affair
+        for key in keys:
+            store.delete(key)
+        left = store.stats().used_bytes
+        if self.bench.capabilities.medium == "file":  # where what was freed may go on taking room
+            occupied = reach.medium_bytes()
+            due = left <= 2 * occupied + _SPARE
+            check(due, f"all is deleted, {occupied} bytes are occupied, and stats says {left}")
+        else:
+            check(left - empty <= total // 2, f"{used} bytes were used, all is deleted, stats says {left}")
 
     def test_an_overwrite_that_does_not_fit_keeps_the_old_value(self) -> None:
         """FULL promises that what was there is unchanged, above all the value being replaced."""
@@ -190,6 +223,11 @@ class Capacity(Group):
         nbytes = self.bench.fit(max(bound // _VALUES_TO_FILL // PAGE, 1))
         keys = [key_named(f"filling-{n}") for n in range(bound // nbytes + _VALUES_TO_FILL // 4)]
         return [(key, value_of(key, 1, nbytes)) for key in keys]
+
+    def _is_fair(self, charged: int | None, nbytes: int, who: str) -> None:
+        """Copies, parity and whole blocks may be charged: several times the value, and as much as a block."""
+        due = charged is None or charged <= _COPIES * nbytes + _SPARE
+        check(due, f"{who} charges {charged} bytes for {nbytes}")
 
     def _check_bound(self, store: Store, place: Place, bound: int, watched: bool) -> None:
         used = store.stats().used_bytes

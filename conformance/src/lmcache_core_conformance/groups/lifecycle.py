@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -20,14 +18,13 @@ from lmcache_core.storage.contract import Item, Status
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.driver import Buffer, Want
+from lmcache_core_conformance.growth import check_no_growth
 from lmcache_core_conformance.properties import Group
-from lmcache_core_conformance.timing import deadline_of
+from lmcache_core_conformance.timing import Caller, deadline_of
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
 
-_ROUNDS = 12
-_WINDOWS = 6
-"""The first fills what is filled once; each of the others has to grow for a leak."""
+_CALLERS = 3
 _SERVED = 2
 """The exit status of a forked child that was not refused."""
 
@@ -108,17 +105,27 @@ class Lifecycle(Group):
     def test_nothing_survives_close(self) -> None:
         """Descriptors, threads and temporary files that outlive a backend end in a full table or disk."""
         place = self.bench.place()
-        with _own_temporary_directory(self.bench.directory) as temporaries:
+        with (
+            contextlib.ExitStack() as stack,
+            _own_temporary_directory(self.bench.directory) as temporaries,
+        ):
             self.bench.open().close()  # what a driver keeps for the process is there now
+            callers = [stack.enter_context(Caller()) for _ in range(_CALLERS)]
             before = _Leftovers(self.bench)
             store = self.bench.open(place)
-            for key, value in self.some_values(4):
-                self.put(store, key, value)
-                self.holds(store, key, value)
-                self.put(store, key, value_of(key, 2, len(value)))
-            store.get(key_named("absent"), 4096)
+
+            def use() -> None:
+                for key, value in self.some_values(4):
+                    self.put(store, key, value)
+                    self.holds(store, key, value)
+                    self.put(store, key, value_of(key, 2, len(value)))
+                store.get(key_named("absent"), PAGE)
+
+            use()
+            for caller in callers:  # which go on after the close, as the engine's own threads do
+                caller.run(use)
             store.close()
-            before.check_nothing_new("use and close")
+            before.check_nothing_new("use from several threads and close")
             left = sorted(path.name for path in temporaries.rglob("*"))
             check(not left, f"temporary files are left after close: {left[:5]}")
         if not self.bench.capabilities.persistent and self.bench.capabilities.medium == "file":
@@ -155,7 +162,7 @@ class Lifecycle(Group):
             store.calls.clear()
             store.host.lost_copies.clear()
 
-        _check_no_growth(all_of_them)
+        check_no_growth(all_of_them, "calls that end badly")
 
     def test_a_forked_child_is_refused_and_leaves_its_parent_alone(self) -> None:
         """Engines fork workers: a child that uses, or just closes, its parent's connection breaks both."""
@@ -216,39 +223,6 @@ class _Leftovers:
 
     def _list_files(self) -> set[str]:
         return set() if self._directory is None else {str(path) for path in self._directory.rglob("*")}
-
-
-def _check_no_growth(work: Callable[[], None]) -> None:
-    """
-    Raises:
-        Violation: `work`, repeated, leaves more and more behind: about one thing each time, or more.
-    """
-
-    def held() -> dict[str, int]:
-        gc.collect()
-        return {
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "threads": len(os.listdir("/proc/self/task")),
-            "blocks of memory": sys.getallocatedblocks(),
-        }
-
-    grown: dict[str, int] = {}
-    gc.freeze()  # what was there before is not looked through: each collection is quick
-    try:
-        for window in range(_WINDOWS):  # what a cache or pool takes while it fills doesn't go on
-            before = held()
-            for _ in range(_ROUNDS):
-                work()
-            after = held()
-            growth = {name: after[name] - before[name] for name in before}
-            if window:
-                grown = {name: min(count, grown.get(name, count)) for name, count in growth.items()}
-                if max(grown.values()) < _ROUNDS:
-                    return
-    finally:
-        gc.unfreeze()
-    worst = max(grown, key=lambda name: grown[name])
-    check(False, f"{_ROUNDS} rounds of calls that end badly leave {grown[worst]} {worst}, each time again")
 
 
 def _life_of_a_child(core: Core, key: StorageKey, patience_s: float) -> int:

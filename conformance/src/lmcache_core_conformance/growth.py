@@ -1,0 +1,94 @@
+"""What the process holds, and whether it grows with the number of calls made."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+from lmcache_core_conformance.verdicts import check
+
+_WINDOWS = 6
+"""The first fills what is filled once; each of the others has to grow for a leak."""
+_ROUNDS = 32
+"""Rounds of the first two windows; each of the others has twice as many as the one before."""
+_CLEAN_WINDOWS = 2
+_ROUNDS_A_HANDLE = 32
+"""A descriptor or thread left once in so many rounds is a leak."""
+
+
+def handles() -> dict[str, int]:
+    """How many descriptors and threads the process has."""
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def check_no_growth(work: Callable[[], None], what: str, *, nbytes: int | None = None) -> None:
+    """Repeats `work` in windows that grow, until two of them left nothing behind.
+
+    A pool, cache or log of bounded length fills, and then is no larger: what goes on growing as the calls do
+    is a leak. `nbytes` is what one round stores: half of it kept each time is one, too. One window without
+    growth proves nothing: what ended before, a thread say, may give back just then what it held.
+
+    Raises:
+        Violation: `work` leaves more and more behind: a block of memory each time, or half of what it
+            stores, or now and then a descriptor or thread.
+    """
+    clean: Counter[str] = Counter()
+    rounds = _ROUNDS
+    gc.freeze()  # what was there before is not looked through: each collection is quick
+    try:
+        for window in range(_WINDOWS):
+            before = _held(with_bytes=nbytes is not None)
+            for _ in range(rounds):
+                work()
+            after = _held(with_bytes=nbytes is not None)
+            if window:
+                least = _least_of_a_leak(rounds, nbytes)
+                growth = {name: after[name] - before[name] for name in before}
+                clean.update(name for name, count in growth.items() if count < least[name])
+                grown = {name: count for name, count in growth.items() if clean[name] < _CLEAN_WINDOWS}
+                if not grown:
+                    return
+                rounds *= 2
+    finally:
+        gc.unfreeze()
+    left = " and ".join(f"{count} {name}" for name, count in grown.items())
+    check(False, f"{rounds // 2} rounds of {what} leave {left}, and fewer rounds left fewer")
+
+
+def _least_of_a_leak(rounds: int, nbytes: int | None) -> dict[str, int]:
+    handle = max(rounds // _ROUNDS_A_HANDLE, 1)
+    return {
+        "descriptors": handle,
+        "threads": handle,
+        "blocks of memory": rounds,
+        "bytes": rounds * (nbytes or 0) // 2,
+    }
+
+
+def _held(*, with_bytes: bool) -> dict[str, int]:
+    gc.collect()
+    found = handles() | {"blocks of memory": sys.getallocatedblocks()}
+    if with_bytes:
+        _give_free_memory_back()
+        found["bytes"] = _resident_bytes()
+    return found
+
+
+def _give_free_memory_back() -> None:
+    """Without it, memory freed earlier hides what is kept now. Nothing, where the C library is not glibc."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    """What of the process lies in memory: counted page by page, as /proc/self/statm is not."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
