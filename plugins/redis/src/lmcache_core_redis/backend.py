@@ -215,5 +215,10 @@ class RedisBackend(Backend[RedisConfig]):
     def _where(self, node: Node) -> Where:
         config = self._config
         return Where(
-            node, self._account.user, config.namespace, cluster=config.cluster, sentinel=config.sentinel
+            node,
+            self._account.user,
+            config.namespace,
+            cluster=config.cluster,
+            sentinel=config.sentinel,
+            secrets=(config.password, config.sentinel_password),
         )

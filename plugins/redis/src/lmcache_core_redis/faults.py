@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from redis.exceptions import InvalidResponse, RedisError
 from redis.exceptions import TimeoutError as DriverTimeoutError
 
@@ -11,6 +13,7 @@ from lmcache_core.sdk import (
     DeadlineExceeded,
     Outcome,
     PermissionDenied,
+    Secret,
     Status,
 )
 from lmcache_core_redis.resp import ServerError
@@ -28,12 +31,23 @@ _PASSING = {
 }
 
 
+_ARGUMENTS = ", with args beginning with"
+
+
 class Where:
     """Names the server and the user in messages, and never the password."""
 
     def __init__(
-        self, node: object, user: str, namespace: str, *, cluster: bool, sentinel: str | None
+        self,
+        node: object,
+        user: str,
+        namespace: str,
+        *,
+        cluster: bool,
+        sentinel: str | None,
+        secrets: Sequence[Secret | None],
     ) -> None:
+        self._secrets = secrets
         self._cluster = cluster
         self._sentinel = sentinel
         self._server = f"redis server {node}"
@@ -42,23 +56,23 @@ class Where:
 
     def of_server(self, error: ServerError) -> BackendError:
         """`error`, which the server answered, as ours."""
-        code = error.code
+        code, text = error.code, self._shown(error)
         if code in ("MOVED", "ASK", "CROSSSLOT") and not self._cluster:
             return BackendError(f"{self._server} is a node of a cluster: set `cluster: true`")
         if code in _PASSING:
-            return BackendUnavailable(f"{self._server}: {_PASSING[code]} ({error.text})")
+            return BackendUnavailable(f"{self._server}: {_PASSING[code]} ({text})")
         if code == "OOM":
             return BackendUnavailable(
                 f"{self._server} is full and evicts nothing: raise maxmemory or set a maxmemory-policy"
             )
         if code in ("NOAUTH", "WRONGPASS"):
             return PermissionDenied(
-                f"{self._server} refuses user {self._user}: set `username` and `password` ({error.text})"
+                f"{self._server} refuses user {self._user}: set `username` and `password` ({text})"
             )
-        if code == "NOPERM" or "user executing the script can't" in error.text:  # so Redis 7.0 says it
+        if code == "NOPERM" or "user executing the script can't" in text:  # so Redis 7.0 says it
             return PermissionDenied(
                 f"{self._server} forbids user {self._user} something; its ACL needs "
-                f"~{self._namespace}[.:]* and the commands that the README lists ({error.text})"
+                f"~{self._namespace}[.:]* and the commands that the README lists ({text})"
             )
         if code == "READONLY" and (self._cluster or self._sentinel is not None):
             return BackendUnavailable(f"{self._server} is not the primary any more; it is being looked for")
@@ -66,19 +80,15 @@ class Where:
             return PermissionDenied(
                 f"{self._server} is a read-only replica: point `url` at the primary, or name the `sentinel`"
             )
-        if (
-            self._sentinel is not None
-            and "unknown command" in error.text
-            and "SENTINEL" in error.text.upper()
-        ):
+        if self._sentinel is not None and "unknown command" in text and "SENTINEL" in text.upper():
             return BackendError(
                 f"{self._server} is no Sentinel: leave `sentinel` out, or give theirs in `url`"
             )
-        if "max number of clients" in error.text:
+        if "max number of clients" in text:
             return BackendUnavailable(f"{self._server} has no connection left: raise maxclients")
-        if "AUTH" in error.text and "password" in error.text:
-            return PermissionDenied(f"{self._server} has no password: leave `password` out ({error.text})")
-        return BackendError(f"{self._server} answered: {error.text}")
+        if "AUTH" in text and "password" in text:
+            return PermissionDenied(f"{self._server} has no password: leave `password` out ({text})")
+        return BackendError(f"{self._server} answered: {text}")
 
     def outcome(self, error: ServerError, op: str) -> Outcome:
         """How an item ends to which the server answered `error`."""
@@ -94,7 +104,8 @@ class Where:
             return self.of_server(error)
         if isinstance(error, InvalidResponse):
             return BackendUnavailable(
-                f"{self._server} doesn't speak the Redis protocol: {error}; does it want rediss:// (TLS)?"
+                f"{self._server} doesn't speak the Redis protocol: {self._shown(error)}; "
+                "does it want rediss:// (TLS)?"
             )
         if isinstance(error, BackendError):
             if not str(error.args[0]).startswith(self._server):
@@ -103,4 +114,12 @@ class Where:
         if isinstance(error, TimeoutError | DriverTimeoutError):
             return DeadlineExceeded(f"{self._server} doesn't answer in time")
         assert isinstance(error, OSError | RedisError)
-        return BackendUnavailable(f"can't reach {self._server}: {error}")
+        return BackendUnavailable(f"can't reach {self._server}: {self._shown(error)}")
+
+    def _shown(self, error: Exception) -> str:
+        """What it says, without what a server may repeat that doesn't know AUTH: its arguments."""
+        text = str(error).partition(_ARGUMENTS)[0]
+        for secret in self._secrets:
+            if secret is not None:
+                text = text.replace(secret.reveal(), "…")
+        return text
