@@ -175,3 +175,4 @@ class RecyclesFilesBeforeItForgetsThem(FileBackend):
         for path in self.free:
             path.unlink(missing_ok=True)
         self.free.clear()
+        super().close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import threading
@@ -33,6 +34,7 @@ from lmcache_core.storage.contract import (
 )
 
 _TEMPORARY = ".writing-"
+_OWNER = ".owner"
 _BLOCK = 4096
 
 
@@ -94,7 +96,9 @@ class FileBackend(Backend[FileConfig]):
         self.lengths: dict[str, int] = {}
         self.capacity_bytes: int | None = None
         self.numbers = itertools.count()
-        self.lock = threading.Lock()  # guards the lengths and every change of a name
+        self.owner = -1
+        self.lock = threading.Lock()  # held by the change under way: one at a time
+        self.names = threading.Lock()  # guards the lengths and all names; never held in a wait
 
     @property
     def capabilities(self) -> Capabilities:
@@ -105,6 +109,7 @@ class FileBackend(Backend[FileConfig]):
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.medium.change()
+            self.take()
             self.sweep()
             self.index()
         except OSError as error:
@@ -112,6 +117,14 @@ class FileBackend(Backend[FileConfig]):
                 raise PermissionDenied(f"{self.path}: {error}", op="open") from error
             raise BackendUnavailable(f"{self.path}: {error}", op="open") from error
         return None
+
+    def take(self) -> None:
+        """Makes this the only one that uses the directory, until it is closed or its process ends."""
+        self.owner = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self.owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BackendUnavailable(f"{self.path} is used by another store", op="open") from error
 
     def sweep(self) -> None:
         for path in self.path.glob(f"{_TEMPORARY}*"):
@@ -123,7 +136,9 @@ class FileBackend(Backend[FileConfig]):
                 self.lengths[path.name] = path.stat().st_size
 
     def close(self) -> None:
-        return
+        owner, self.owner = self.owner, -1
+        if owner >= 0:
+            os.close(owner)
 
     def put_many(self, items: Sequence[Item], call: Call) -> None:
         for index, item in enumerate(items):
@@ -143,21 +158,24 @@ class FileBackend(Backend[FileConfig]):
             if bound is not None and self.needed(item.key, len(value)) > bound:
                 return FULL
             self.store(item.key, value)
-            self.lengths[item.key] = len(value)
+            with self.names:
+                self.lengths[item.key] = len(value)
         return Outcome(status=Status.OK, nbytes=len(value))
 
     def needed(self, key: StorageKey, nbytes: int) -> int:
         return sum(self.lengths.values()) + nbytes + 2 * _BLOCK  # old and new exist together
 
     def store(self, key: StorageKey, value: bytes) -> None:
-        """Under the lock: written beside, then given its name."""
+        """While no other change is under way: written beside, then given its name."""
         temporary = self.path / f"{_TEMPORARY}{os.getpid()}-{next(self.numbers)}"
         try:
             self.write(temporary, value)
         except OSError:
             self.clean_up(temporary)
             raise
-        temporary.rename(self.path / key)
+        with self.names:
+            temporary.rename(self.path / key)
+            self.lengths[key] = len(value)
 
     def clean_up(self, temporary: Path) -> None:
         temporary.unlink(missing_ok=True)
@@ -196,14 +214,14 @@ class FileBackend(Backend[FileConfig]):
         try:
             return (self.path / key).read_bytes()
         except FileNotFoundError:
-            with self.lock:
+            with self.names:
                 if not (self.path / key).exists():
                     self.lengths.pop(key, None)
             return None
 
     def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         for index, key in enumerate(keys):
-            with self.lock:
+            with self.names:
                 nbytes = self.lengths.get(key)
             call.done(index, MISS if nbytes is None else Outcome(status=Status.OK, nbytes=nbytes))
 
@@ -220,21 +238,22 @@ class FileBackend(Backend[FileConfig]):
             known = key in self.lengths
             if known:
                 self.medium.change()
-                self.remove(key)
-                del self.lengths[key]
+                with self.names:
+                    self.remove(key)
+                    self.lengths.pop(key, None)
         return Outcome(status=Status.OK) if known else MISS
 
     def remove(self, key: StorageKey) -> None:
         (self.path / key).unlink()
 
     def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
-        with self.lock:
+        with self.names:
             keys = sorted(k for k in self.lengths if k.startswith(prefix) and (cursor is None or k > cursor))
             entries = [Entry(key=StorageKey(key), nbytes=self.lengths[key]) for key in keys[:limit]]
         return Page(entries=entries, cursor=keys[limit - 1] if len(keys) > limit else None)
 
     def stats(self) -> BackendStats:
-        with self.lock:
+        with self.names:
             used = sum(self.lengths.values())
             return BackendStats(
                 entries=len(self.lengths), used_bytes=used, capacity_bytes=self.capacity_bytes
@@ -320,6 +339,7 @@ class WritesBehind(FileBackend):
     def close(self) -> None:
         with self.lock:
             self.flush()
+        super().close()
 
 
 @breaks(

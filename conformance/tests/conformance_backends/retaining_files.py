@@ -30,7 +30,7 @@ class PinningFiles(FileBackend):
             call.done(index, self.pin_one(key, ttl_s))
 
     def pin_one(self, key: StorageKey, ttl_s: float) -> Outcome:
-        with self.lock:
+        with self.names:
             nbytes = self.lengths.get(key)
         return MISS if nbytes is None else Outcome(status=Status.OK, nbytes=nbytes)
 
@@ -73,8 +73,9 @@ class EvictingFiles(PinningFiles):
                 if not self.make_room(item.key, len(value), lost):
                     return FULL
                 self.store(item.key, value)
-                self.lengths.pop(item.key, None)  # it comes last, as the one used last
-                self.lengths[item.key] = len(value)
+                with self.names:
+                    self.lengths.pop(item.key, None)  # it comes last, as the one used last
+                    self.lengths[item.key] = len(value)
                 token = self.tokens[item.key]
         finally:
             if lost:
@@ -87,7 +88,9 @@ class EvictingFiles(PinningFiles):
         if bound is None:
             return True
         victims, excess = [], self.needed(key, nbytes) - bound
-        for other, length in self.lengths.items():
+        with self.names:
+            lengths = list(self.lengths.items())
+        for other, length in lengths:
             if excess <= 0:
                 break
             if other != key and self.pins.get(other, 0.0) <= now:
@@ -96,8 +99,9 @@ class EvictingFiles(PinningFiles):
         if excess > 0:
             return False
         for victim in victims:
-            self.remove(victim)
-            del self.lengths[victim]
+            with self.names:
+                self.remove(victim)
+                self.lengths.pop(victim, None)
             lost.append((victim, self.tokens.pop(victim)))
         return True
 
@@ -115,7 +119,7 @@ class EvictingFiles(PinningFiles):
         return self.used(item.key, outcome) if outcome.status is Status.OK else outcome
 
     def used(self, key: StorageKey, outcome: Outcome) -> Outcome:
-        with self.lock:
+        with self.names:
             if key in self.lengths:
                 self.lengths[key] = self.lengths.pop(key)
         return outcome

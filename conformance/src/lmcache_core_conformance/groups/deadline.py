@@ -121,6 +121,21 @@ class Deadline(Group):
             self._in_time("close", store.backend.close)
         check(running.ended.wait(self.bench.harness.deadline_s), "a call did not end with the stall")
 
+    def test_stats_are_told_while_a_put_stalls(self) -> None:
+        """They are looked at when a store is in trouble: figures that wait for it can't show that it is."""
+        self.bench.require_medium("network", "file", why="nothing behind it can stall")
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("stalled put")
+        value = value_of(key, 1, PAGE)
+        self.put(store, key, value)
+        with Reach(self.bench, place).faulty(Fault.STALLED, store):
+            waiting: Running[Outcome] | Running[Got] = Running(lambda: store.put(key_named("another"), value))
+            waiting.wait_until_it_waits(self.bench.harness.slack_s)
+            if waiting.ended.wait(self.bench.harness.stalled_deadline_s):  # it was taken without the medium
+                waiting = self._stalled(store, key)
+            in_time("stats while a put stalls", store.stats, self.bench.harness.slack_s)
+        check(waiting.ended.wait(self.bench.harness.deadline_s), "a call did not end with the stall")
+
     def test_the_memory_of_a_late_read_is_kept_until_the_backend_lets_go(self) -> None:
         """Memory given to the next request while a read is still under way receives that read's bytes."""
         core, job = self._late(Operation.GET, key_named("late read"))

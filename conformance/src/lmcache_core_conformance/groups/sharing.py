@@ -1,16 +1,45 @@
-"""Sharing: several processes use one store, and each sees what the others did."""
+"""Sharing: several processes use one store and each sees what the others did, or one alone does."""
 
 from __future__ import annotations
 
+from lmcache_core.errors import BackendUnavailable, ConfigError
 from lmcache_core.storage.contract import Status
 from lmcache_core_conformance.crash import Crasher, Operate
 from lmcache_core_conformance.properties import Group, needs
+from lmcache_core_conformance.reach import Reach
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, check
 
 
 class Sharing(Group):
     group = "sharing"
+
+    @needs("persistent")
+    def test_a_store_that_is_not_shared_has_one_owner_or_one_bound(self) -> None:
+        """Two tiers on one directory by mistake fill it twice over, and sweep away each other's writes."""
+        if self.bench.capabilities.shared:
+            raise NotApplicable("capability shared is True")
+        bound, place = self.bench.harness.small_capacity_bytes, self.bench.place(small=True)
+        first, (key, value) = self.bench.open(place, capacity_bytes=bound), self.some_values(1)[0]
+        self.put(first, key, value)
+        try:
+            second = self.bench.open(place, capacity_bytes=bound)
+        except (BackendUnavailable, ConfigError):
+            self.holds(first, key, value, "a value of a store that somebody else tried to open")
+            first.close()
+            self.holds(self.bench.open(place, capacity_bytes=bound), key, value, "a value of the next owner")
+            return
+        stores, stored = (first, second), 0
+        nbytes = self.bench.fit(max(bound // 32 // PAGE, 1))
+        for n in range(2 * bound // nbytes + 2):
+            new = key_named(f"one of two owners {n}")
+            outcome = stores[n % 2].put(new, value_of(new, 1, nbytes))
+            stored += nbytes if outcome.status is Status.OK else 0
+        if not self.bench.capabilities.self_evicting:
+            check(stored <= bound, f"two openings of one store hold {stored} bytes under a bound of {bound}")
+        if self.bench.capabilities.medium == "file":
+            occupied = Reach(self.bench, place).medium_bytes()
+            check(occupied <= bound, f"two openings of one store occupy {occupied} bytes, not {bound}")
 
     @needs("shared")
     def test_a_value_put_by_another_process_is_seen(self) -> None:
