@@ -12,7 +12,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from lmcache_core_conformance import ReportDocument, ReportError, Verdict, parse
+from lmcache_core_conformance import PROPERTIES, ReportDocument, ReportError, Verdict, parse
+from lmcache_core_conformance.effort import reduced
 from lmcache_core_conformance.figures import amount
 from lmcache_core_conformance.report import (
     FORMAT,
@@ -180,11 +181,15 @@ def read_reports(directory: Path = REPORTS) -> dict[str, ReportDocument]:
     """Our own reports, by the backend's name.
 
     Raises:
-        ReportError: one is of a run that was interrupted, or of a part of the suite.
+        ReportError: one is of a run that was interrupted, of a part of the suite, or with reduced effort.
     """
     reports = {path.stem: parse(path.read_bytes()) for path in sorted(directory.glob("*.json"))}
+    known = sorted(prop.name for prop in PROPERTIES)
     for name, report in reports.items():
-        if report.interrupted or not report.suite.complete:
+        ran = sorted(result.name for result in report.results)
+        if weaker := {*report.suite.reduced, *reduced(report.suite.effort)}:
+            raise ReportError(f"{name}.json is of a run with reduced effort: {', '.join(sorted(weaker))}")
+        if report.interrupted or not report.suite.complete or ran != known:
             raise ReportError(f"{name}.json is of a run that left properties out: run `make reports` again")
     return reports
 

@@ -42,6 +42,9 @@ class MyHarness(SmallHarness):
 class Deviating(MyHarness):
     deviations = (Deviation("test_stats_count_what_is_stored", ""),)
 
+class Hasty(MyHarness):
+    rounds = 0
+
 a_number = 7
 """
 
@@ -218,6 +221,24 @@ def test_ill_listed_deviations_are_one_clear_error(invoke: SimpleNamespace, harn
     assert result.output == (
         "Error: Deviating.deviations gives no reason for test_stats_count_what_is_stored\n"
     )
+
+
+def test_numbers_of_a_harness_that_say_no_effort_are_one_clear_error(
+    invoke: SimpleNamespace, harness_file: Path
+) -> None:
+    result = invoke.run("--backend", "memory", "--harness", f"{harness_file}:Hasty")
+    assert result.exit_code == 2
+    assert result.output == "Error: Hasty.rounds must be positive and finite, not 0\n"
+
+
+def test_reduced_effort_is_told_also_of_times(invoke: SimpleNamespace, tmp_path: Path) -> None:
+    config = tmp_path / "patient.yaml"
+    config.write_text("{capacity: 256MiB, deadline: 1h}")
+    result = invoke.run("--backend", "memory", "--config", config, "--group", "sizes")
+    assert "\neffort reduced: deadline_s\n" in result.output
+    config.write_text("{}")
+    result = invoke.run("--backend", "memory", "--config", config, "--group", "declaration")
+    assert "effort reduced" not in result.output
 
 
 def test_several_groups_may_be_chosen(invoke: SimpleNamespace, small: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -209,6 +210,39 @@ class TestMine(BackendConformance):
     result = collect_and_run(pytester, code)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert message in result.stderr.str()
+
+
+NO_EFFORT: dict[str, tuple[str, object, type[Exception], str]] = {
+    "nothing": ("rounds", 0, ValueError, "must be positive and finite, not 0"),
+    "negative": ("limit_s", -1.0, ValueError, "must be positive and finite, not -1.0"),
+    "no number": ("slack_s", math.nan, ValueError, "must be positive and finite, not nan"),
+    "endless": ("deadline_s", math.inf, ValueError, "must be positive and finite, not inf"),
+    "a text": ("rounds", "x", TypeError, "must be a whole number, not 'x'"),
+    "a switch": ("examples", True, TypeError, "must be a whole number, not True"),
+    "a fraction": ("crash_points", 2.5, TypeError, "must be a whole number, not 2.5"),
+    "none": ("meeting_s", None, TypeError, "must be a number, not None"),
+}
+
+
+@pytest.mark.parametrize("how", NO_EFFORT)
+def test_numbers_that_say_no_effort_are_an_error_before_anything_runs(how: str) -> None:
+    name, value, kind, message = NO_EFFORT[how]
+    harness, ran = SmallHarness(Hanging), list[object]()
+    setattr(harness, name, value)
+    with pytest.raises(kind, match=re.escape(f"SmallHarness.{name} {message}")):
+        run(harness, properties=[ROUND_TRIP], on_result=ran.append)
+    assert not ran
+
+
+def test_numbers_that_say_no_effort_are_a_usage_error_under_pytest(pytester: pytest.Pytester) -> None:
+    code = """
+class TestMine(BackendConformance):
+    harness = SmallHarness(MemoryBackend)
+    harness.slack_s = float("nan")
+"""
+    result = collect_and_run(pytester, code)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "SmallHarness.slack_s must be positive and finite, not nan" in result.stderr.str()
 
 
 def test_an_unknown_group_is_an_error_that_lists_the_known_ones() -> None:

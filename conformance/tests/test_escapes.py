@@ -16,7 +16,7 @@ from conformance_backends.files import FileBackend
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import Call, Capabilities, Host, Item, Stats
+from lmcache_core.storage.contract import BackendStats, Call, Capabilities, Host, Item
 from lmcache_core_conformance import Harness, NotApplicable, ReportError, Unproven, Verdict, describe, run
 from lmcache_core_conformance.behind import Fault
 from lmcache_core_conformance.runner import Result
@@ -231,7 +231,7 @@ class CallsAHook(MemoryBackend):
     def raw_get(self) -> bytes | None:
         return Harness.raw_get(None, Path(), key_named("any"))  # type: ignore[arg-type]
 
-    def stats(self) -> Stats:
+    def stats(self) -> BackendStats:
         self.raw_get()
         return super().stats()
 
@@ -323,6 +323,17 @@ def test_a_class_that_is_changed_while_its_properties_run_is_not_certified() -> 
     result = only(Mine(Broken), ROUND_TRIP)
     assert result.verdict is Verdict.FAILED
     assert result.reason == f"replaced since the run began: {Broken.__qualname__}.gather"
+
+
+def test_a_harness_that_tries_less_hard_while_it_runs_fails() -> None:
+    class Mine(SmallHarness):
+        def fresh_config(self, tmp: Path) -> Mapping[str, object]:
+            self.slack_s = 1e6
+            return {}
+
+    result = only(Mine(MemoryBackend), ROUND_TRIP)
+    assert result.verdict is Verdict.FAILED
+    assert "the harness's effort was" in result.reason
 
 
 def test_state_that_a_class_keeps_is_not_a_change_of_it() -> None:

@@ -21,6 +21,7 @@ from lmcache_core.errors import BackendError
 from lmcache_core.storage.contract import API, Call, Item
 from lmcache_core.storage.secret import Secret
 from lmcache_core_conformance import PROPERTIES, Deviation, Harness, Verdict, run
+from lmcache_core_conformance.effort import effort_of, reduced
 from lmcache_core_conformance.html import headline, render
 from lmcache_core_conformance.report import (
     VERSION,
@@ -100,6 +101,37 @@ def test_it_says_what_was_certified_with_what_and_where() -> None:
     assert document().environment.processors > 0
     assert document().capabilities["medium"] == "memory"
     assert document().capabilities["devices"] == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "weaker", "stronger"),
+    [
+        ("slack_s", 1e6, 0.1),
+        ("deadline_s", 31.0, 29.0),
+        ("limit_s", 1e6, 60.0),
+        ("threads_end_s", 60.0, 1.0),
+        ("stalled_deadline_s", 60.0, 0.1),
+        ("meeting_s", 0.1, 4.0),
+        ("rounds", 199, 201),
+    ],
+)
+def test_whatever_is_weaker_than_the_default_is_reduced_effort(
+    name: str, weaker: float, stronger: float
+) -> None:
+    class Defaults(Harness):
+        backend = MemoryBackend
+
+        def fresh_config(self, tmp: Path) -> Mapping[str, object]:
+            return {}
+
+    harness = Defaults()
+    assert reduced(effort_of(harness)) == ()
+    setattr(harness, name, stronger)
+    assert reduced(effort_of(harness)) == ()
+    setattr(harness, name, weaker)
+    report = describe(run(harness, groups=["declaration"]), harness)
+    assert report.suite.reduced == (name,)
+    assert f"reduced: {name}" in Page(render(report)).text
 
 
 def test_it_says_what_each_property_is_and_why_it_exists() -> None:

@@ -101,14 +101,27 @@ def test_our_own_plugins_pass_everything_with_nothing_unproven_at_full_effort(pl
     assert report.figures
 
 
-@pytest.mark.parametrize("why", ["interrupted", "partial"])
+@pytest.mark.parametrize("why", ["interrupted", "partial", "fewer"])
 def test_the_matrix_is_not_made_from_a_report_that_leaves_properties_out(why: str, tmp_path: Path) -> None:
     report = report_of("cpu")
     if why == "interrupted":
         report = msgspec.structs.replace(report, interrupted=True)
+    elif why == "fewer":
+        report = msgspec.structs.replace(report, results=report.results[:5])
     else:
         report = msgspec.structs.replace(report, suite=msgspec.structs.replace(report.suite, complete=False))
     (tmp_path / "cpu.json").write_bytes(encode(report))
     script = runpy.run_path(str(ROOT / "docs" / "generate_conformance.py"))
     with pytest.raises(ReportError, match=r"cpu\.json is of a run that left properties out"):
+        script["read_reports"](tmp_path)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
+def test_the_matrix_is_not_made_from_a_report_of_reduced_effort(told: bool, tmp_path: Path) -> None:
+    report = report_of("cpu")
+    effort = {**report.suite.effort, "slack_s": 1e6}
+    suite = msgspec.structs.replace(report.suite, effort=effort, reduced=("slack_s",) if told else ())
+    (tmp_path / "cpu.json").write_bytes(encode(msgspec.structs.replace(report, suite=suite)))
+    script = runpy.run_path(str(ROOT / "docs" / "generate_conformance.py"))
+    with pytest.raises(ReportError, match=r"cpu\.json is of a run with reduced effort: slack_s"):
         script["read_reports"](tmp_path)

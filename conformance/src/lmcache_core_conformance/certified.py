@@ -9,6 +9,7 @@ from types import FunctionType, MethodDescriptorType
 from typing import Any
 
 from lmcache_core.storage.contract import Backend
+from lmcache_core_conformance.effort import effort_of
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.verdicts import check
 
@@ -17,20 +18,28 @@ _DECLARED = ("api", "capabilities", "config_class")
 
 
 class Certified:
-    """A harness and the class of its backend, as both were when the run began."""
+    """A harness and the class of its backend, as both were when the run began.
+
+    Raises:
+        TypeError, ValueError: as `effort_of`.
+    """
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
         self.backend: type[Backend[Any]] = harness.backend
+        self.effort = effort_of(harness)
         self._code = dict(_code_of(self.backend))
 
     def check_unchanged(self) -> None:
         """
         Raises:
-            Violation: a method or declaration of the class was replaced, or the harness names another class.
+            Violation: a method or declaration of the class was replaced, or the harness names another class
+                or tries less hard now.
         """
         named: type[object] = self.harness.backend
         check(named is self.backend, f"Harness.backend was {_name(self.backend)}, and is {_name(named)} now")
+        effort = effort_of(self.harness)
+        check(effort == self.effort, f"the harness's effort was {self.effort}, and is {effort} now")
         code = dict(_code_of(self.backend))
         changed = sorted(
             place for place in {*code, *self._code} if not _same(code.get(place), self._code.get(place))

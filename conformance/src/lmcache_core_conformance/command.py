@@ -19,6 +19,7 @@ from lmcache_core.registry import discover
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.configured import configured_harness, harness_named
 from lmcache_core_conformance.deviations import deviations_of
+from lmcache_core_conformance.effort import effort_of, reduced, words_of
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.html import render
 from lmcache_core_conformance.output import Output, OutputError
@@ -114,6 +115,7 @@ def run_command(
     harness = _or_cannot_run(lambda: _harness(name, config_file, harness_name))
     try:
         deviations_of(harness, NAMES)
+        effort_of(harness)
     except (TypeError, ValueError) as error:
         raise CannotRun(str(error)) from error
     harness.directory = directory or harness.directory
@@ -212,7 +214,7 @@ def _certify(harness: Harness, name: str, groups: Collection[str]) -> tuple[Repo
         report = run(harness, groups=groups or None, on_result=show)
     except Interrupted as error:
         report, code = error.report, code_of(error.__cause__)
-    _summarise(console, name, report)
+    _summarise(console, name, report, words_of(reduced(effort_of(harness))))
     return report, code
 
 
@@ -274,7 +276,7 @@ def _show(console: Console, result: Result, conceal: Callable[[str], str]) -> No
         _print(console, f"{_INDENT}[dim]{escape(conceal(str(figure)))}[/]")
 
 
-def _summarise(console: Console, name: str, report: Report) -> None:
+def _summarise(console: Console, name: str, report: Report, effort: str) -> None:
     slow = sum(result.below_floor for result in report.results)
     added = {Verdict.PASSED: f" ({slow} below floor)"} if slow else {}
     counts = [
@@ -284,6 +286,8 @@ def _summarise(console: Console, name: str, report: Report) -> None:
     ]
     took = f"in {report.seconds:.0f} s"
     _print(console, f"[bold]{escape(name)}[/]: {', '.join(counts) or 'nothing ran'}, {took}")
+    if effort:
+        _print(console, f"[yellow]{effort}[/]")
     if report.interrupted:
         _print(console, "[bold red]interrupted[/]: the rest was not run")
     reasons = Counter(result.reason for result in report.of(Verdict.UNPROVEN))

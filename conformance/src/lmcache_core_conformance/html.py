@@ -123,8 +123,8 @@ def _card(title: str, rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _effort(document: ReportDocument) -> str:
-    reduced = document.suite.reduced
-    return f"less than the default: {escape(', '.join(reduced))}" if reduced else "the suite's default"
+    names = document.suite.reduced
+    return f"reduced: {escape(', '.join(names))}" if names else "the suite's default"
 
 
 def _capabilities(document: ReportDocument) -> str:

@@ -66,6 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         try:
             check_subclass(cls)
             deviations = deviations_of(cls.harness, NAMES)
+            if cls not in certified:
+                certified[cls] = Certified(cls.harness)
         except (TypeError, ValueError) as error:
             raise pytest.UsageError(str(error)) from error
         excuses = [mark.name for mark in item.iter_markers() if mark.name in _EXCUSES]
@@ -74,8 +76,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is marked {', '.join(excuses)}: a conformance property is excused only by "
                 "Harness.deviations, with a reason"
             )
-        if cls not in certified:
-            certified[cls] = Certified(cls.harness)
         item.stash[_JUDGED] = _Judged(prop, certified[cls], deviations.get(prop.name))
 
 

@@ -16,6 +16,7 @@ import msgspec
 from lmcache_core.errors import LMCacheError
 from lmcache_core.storage.contract import API, Capabilities
 from lmcache_core_conformance.bench import Bench
+from lmcache_core_conformance.effort import effort_of, reduced
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.redaction import Redactor, Value, shown_options
 from lmcache_core_conformance.runner import Report
@@ -61,7 +62,10 @@ class SuiteVersions(msgspec.Struct, frozen=True, kw_only=True):
     effort: Annotated[
         dict[str, float], about("how hard the suite tried: the numbers of the harness, by name")
     ]
-    reduced: Annotated[tuple[str, ...], about("those of `effort` below the suite's defaults")]
+    reduced: Annotated[
+        tuple[str, ...],
+        about("those of `effort` weaker than the suite's defaults: less work, more time allowed"),
+    ]
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,16 +265,6 @@ def capabilities_of(bench: Bench) -> dict[str, Value]:
     }
 
 
-def effort_of(harness: Harness | type[Harness]) -> dict[str, float]:
-    """The numbers by which a harness says how hard the suite tries."""
-    numbers = {
-        name: getattr(harness, name)
-        for name, default in vars(Harness).items()
-        if isinstance(default, int | float) and not isinstance(default, bool) and not name.startswith("_")
-    }
-    return {name: int(n) if isinstance(n, int) else float(n) for name, n in numbers.items()}  # no subclasses
-
-
 def _subject(bench: Bench, name: str | None) -> Subject:
     backend = bench.backend_class
     distribution, version = _distribution_of(backend)
@@ -290,15 +284,14 @@ def _subject(bench: Bench, name: str | None) -> Subject:
 
 
 def _suite(harness: Harness, ran: set[str]) -> SuiteVersions:
-    effort, defaults = effort_of(harness), effort_of(Harness)
-    less = [name for name, value in effort.items() if not name.endswith("_s") and value < defaults[name]]
+    effort = effort_of(harness)
     return SuiteVersions(
         version=importlib.metadata.version(SUITE),
         core=importlib.metadata.version(CORE),
         api=API,
         complete=ran == NAMES,
         effort={name: effort[name] for name in sorted(effort)},
-        reduced=tuple(sorted(less)),
+        reduced=reduced(effort),
     )
 
 

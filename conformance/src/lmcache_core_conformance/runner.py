@@ -76,8 +76,9 @@ def run(
     `on_result` is called after each one. Never raises for the backend's sake.
 
     Raises:
-        ValueError: a group or property is not known, or a deviation is not what it should be.
-        TypeError: a deviation is not even that.
+        ValueError: a group or property is not known, or a deviation or number of the harness is not what it
+            should be.
+        TypeError: a deviation or number is not even that.
         Interrupted: by Ctrl-C; what the property under way had opened is closed and removed.
     """
     known_groups = {group.group for group in GROUPS}
