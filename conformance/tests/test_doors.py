@@ -18,7 +18,7 @@ from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Item
-from lmcache_core_conformance import BackendConformance, Deviation, Verdict, run
+from lmcache_core_conformance import PROPERTIES, BackendConformance, Deviation, Verdict, run
 
 ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
 STATS = "test_stats_count_what_is_stored"
@@ -140,6 +140,35 @@ def test_a_property_without_its_hook_is_unproven_and_fails_when_strict(pytester:
         "-p", "no:cacheprovider", "-k", "failed_open", "--conformance-strict"
     )
     strict.assert_outcomes(failed=1)
+
+
+PLAIN = "class TestMine(BackendConformance):\n    harness = SmallHarness(MemoryBackend)\n"
+DESELECTS = """
+def pytest_collection_modifyitems(config, items):
+    items[:] = [item for item in items if not ({condition})]
+"""
+
+
+def test_the_summary_says_how_many_properties_were_judged_and_with_what_effort(
+    pytester: pytest.Pytester,
+) -> None:
+    result = collect_and_run(pytester, PLAIN, "-k", "byte_for_byte")
+    line = f"*::TestMine: 1 of {len(PROPERTIES)} properties judged, effort reduced: capacity_bytes, *rounds*"
+    result.stdout.fnmatch_lines([line])
+
+
+@pytest.mark.parametrize("condition", [f"{ROUND_TRIP!r} in item.name", "True"], ids=["one", "all"])
+def test_strictness_allows_no_deselection_that_nobody_asked_for(
+    pytester: pytest.Pytester, condition: str
+) -> None:
+    pytester.makeconftest(DESELECTS.format(condition=condition))
+    result = collect_and_run(pytester, PLAIN, "--conformance-strict")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*TestMine: * of {len(PROPERTIES)} properties were deselected*"])
+    asked = pytester.runpytest_inprocess(
+        "-p", "no:cacheprovider", "--conformance-strict", "-k", "absent_key_is_a_miss"
+    )
+    assert asked.ret in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def test_a_backend_that_hangs_fails_and_is_shown_where() -> None:

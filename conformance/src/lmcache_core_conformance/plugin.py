@@ -9,6 +9,7 @@ in the other doors, and pytest is only told: the test class is never called.
 from __future__ import annotations
 
 import unittest
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _EXCUSES = ("skip", "skipif", "xfail")
 _VERDICT = "conformance_verdict"
 _FIGURE = "conformance_figure"
+_JUDGED_OF = "conformance_judged"
 _LETTERS = {"unproven": "u", "not applicable": "n"}
 _BELOW_FLOOR = "passed (below floor)"
 
@@ -47,12 +49,28 @@ class _Judged:
     deviation: str | None
     result: Result | None = None
 
+    @property
+    def effort(self) -> str:
+        """What is to be told of the effort; empty for the suite's default."""
+        from lmcache_core_conformance.effort import reduced, words_of
+
+        return words_of(reduced(self.certified.effort))
+
 
 _JUDGED = pytest.StashKey[_Judged]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses whatever would weaken the suite."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Refuses whatever would weaken the suite, once everybody else has had their say."""
+    classes = tuple(dict.fromkeys(found[0] for found in map(_property_of, items) if found is not None))
+    yield
+    _prepare(items)
+    if config.getoption("conformance_strict") and not _is_selected(config):
+        _check_whole(items, classes)
+
+
+def _prepare(items: list[pytest.Item]) -> None:
     certified: dict[type[BackendConformance], Certified] = {}
     for item in items:
         found = _property_of(item)
@@ -79,6 +97,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.stash[_JUDGED] = _Judged(prop, certified[cls], deviations.get(prop.name))
 
 
+def _is_selected(config: pytest.Config) -> bool:
+    """Whether whoever runs the tests asked for some of them only."""
+    options = ("keyword", "markexpr", "deselect", "lf", "stepwise")
+    return any(config.getoption(option, None) for option in options) or any(
+        "::" in arg for arg in config.args
+    )
+
+
+def _check_whole(items: list[pytest.Item], classes: tuple[type[BackendConformance], ...]) -> None:
+    """
+    Raises:
+        UsageError: properties of a class were deselected, though nobody asked for a selection.
+    """
+    from lmcache_core_conformance.suite import NAMES
+
+    for cls in classes:
+        left = {found[1].name for found in map(_property_of, items) if found is not None and found[0] is cls}
+        if lacking := sorted(NAMES - left):
+            raise pytest.UsageError(
+                f"{cls.__name__}: {len(lacking)} of {len(NAMES)} properties were deselected, which "
+                f"--conformance-strict does not allow: {', '.join(lacking[:3])}{', …' * (len(lacking) > 3)}"
+            )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Has a property judged by the suite, instead of calling it."""
@@ -91,6 +133,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     errors: list[Exception] = []
     excuses = (NotApplicable, Unproven, pytest.exit.Exception, unittest.SkipTest)
     judged.result = result = judge(judged.certified, judged.prop, judged.deviation, errors.append)
+    pyfuncitem.user_properties.append((_JUDGED_OF, (pyfuncitem.nodeid.rpartition("::")[0], judged.effort)))
     pyfuncitem.user_properties += [(_FIGURE, str(figure)) for figure in result.figures]
     if result.verdict is Verdict.PASSED:
         return True
@@ -167,7 +210,8 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what was measured, and once what is unproven or not applicable, and why."""
+    """Says how much was judged, what was measured, and once what is unproven or not applicable, and why."""
+    _summarise_effort(terminalreporter)
     figures = [
         f"{report.nodeid.rpartition('::')[0].rpartition('::')[2]}: {text}"
         for outcome in ("passed", _BELOW_FLOOR, "failed")
@@ -190,6 +234,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"{reason}:")
             for name in names:
                 terminalreporter.write_line(f"    {name}")
+
+
+def _summarise_effort(terminalreporter: pytest.TerminalReporter) -> None:
+    judged = Counter(
+        tuple(told)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, told in report.user_properties
+        if name == _JUDGED_OF
+    )
+    if not judged:
+        return
+    from lmcache_core_conformance.suite import NAMES
+
+    terminalreporter.section("conformance")
+    for (where, effort), number in sorted(judged.items()):
+        words = ", ".join(filter(None, [f"{number} of {len(NAMES)} properties judged", effort]))
+        terminalreporter.write_line(f"{where}: {words}")
 
 
 def _property_of(item: pytest.Item) -> tuple[type[BackendConformance], Property] | None:
