@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 from conformance_backends.catalogue import breaks
 from conformance_backends.files import FileBackend
-from lmcache_core.storage.contract import BackendStats
+from lmcache_core.identity.keys import StorageKey
+from lmcache_core.storage.contract import BackendStats, Outcome, Status
 
 # -- waits and owners ----------------------------------------------------------------------------
 
@@ -20,3 +25,75 @@ class CountsUnderTheLockOfItsWrites(FileBackend):
 class SharesItsDirectoryUnawares(FileBackend):
     def take(self) -> None:
         return
+
+
+# -- short and failed calls ----------------------------------------------------------------------
+
+
+@breaks("a_call_that_moves_less_than_asked_cuts_no_value")
+class TakesAWriteForAllOfIt(FileBackend):
+    def write(self, path: Path, value: bytes) -> None:
+        if self.medium.fault == "full":
+            super().write(path, value)
+        self.medium.change()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.write(descriptor, value)
+        os.close(descriptor)
+
+
+@breaks("a_call_that_moves_less_than_asked_cuts_no_value")
+class TakesAReadForAllOfIt(FileBackend):
+    def read(self, key: StorageKey) -> bytes | None:
+        self.medium.use()
+        try:
+            descriptor = os.open(self.path / key, os.O_RDONLY)
+        except FileNotFoundError:
+            return super().read(key)
+        try:
+            nbytes = os.fstat(descriptor).st_size
+            return os.read(descriptor, nbytes).ljust(nbytes, b"\0")
+        finally:
+            os.close(descriptor)
+
+
+@breaks("a_read_that_fails_is_a_failure_and_never_a_miss")
+class CallsAReadErrorAMiss(FileBackend):
+    def read(self, key: StorageKey) -> bytes | None:
+        try:
+            return super().read(key)
+        except OSError:
+            return None
+
+
+@breaks("a_read_that_fails_is_a_failure_and_never_a_miss")
+class LooksForItsFilesWithExists(FileBackend):
+    """Which says no for whatever goes wrong."""
+
+    def read(self, key: StorageKey) -> bytes | None:
+        return super().read(key) if os.path.exists(self.path / key) else None
+
+
+@breaks("a_delete_that_fails_is_not_told_as_done")
+class CallsAFailedDeleteDone(FileBackend):
+    def delete_one(self, key: StorageKey) -> Outcome:
+        try:
+            return super().delete_one(key)
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                raise
+            return Outcome(status=Status.OK)
+
+
+@breaks("a_delete_that_fails_is_not_told_as_done")
+class ForgetsWhatItCouldNotDelete(FileBackend):
+    """Gone as this process sees it, until the store is opened again."""
+
+    def remove(self, key: StorageKey) -> None:
+        try:
+            super().remove(key)
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                raise
+
+    def read(self, key: StorageKey) -> bytes | None:
+        return super().read(key) if key in self.lengths else None

@@ -16,6 +16,7 @@ from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.driver import RecordingCall, Store
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.reach import Reach
+from lmcache_core_conformance.system_calls import CHANGES, READS, SystemCalls
 from lmcache_core_conformance.timing import in_time
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, check
@@ -92,6 +93,63 @@ class Faults(Group):
                 self.refused(self._in_slack("delete", lambda: store.delete(key)), "delete")
             self.holds(store, key, value, "a value of a store that became read-only")
         self._recovers(store, key, value)
+
+    def test_a_call_that_moves_less_than_asked_cuts_no_value(self) -> None:
+        """The system may move half, and says so: who doesn't look stores, or serves, the start of a value."""
+        self.bench.require_medium("file", why="no system call moves its values")
+        store, place, key, _ = self._stored()
+        value, calls = value_of(key, 2, self.bench.fit(16)), SystemCalls(place.directory)
+        with self.bench.inside(calls.moving_half()):
+            outcome = store.put(key, value)
+        if outcome.status is Status.OK:
+            self.holds(store, key, value, "a value whose writes moved half of what was asked")
+        else:
+            self._not_a_miss(outcome, "put while writes move half of what is asked")
+            self.put(store, key, value)
+        with self.bench.inside(calls.moving_half()):
+            got = store.get(key, len(value))
+        self._met(calls)
+        if got.status is Status.OK:
+            self.check_value(got, value, "a value while reads move half of what is asked")
+        else:
+            self._not_a_miss(got.outcome, "get while reads move half of what is asked")
+
+    def test_a_read_that_fails_is_a_failure_and_never_a_miss(self) -> None:
+        """A bad disk that is told as absent values stays in use, and everything is computed again."""
+        self.bench.require_medium("file", why="no system call reads its values")
+        store, place, key, value = self._stored()
+        calls = SystemCalls(place.directory)
+        looks: dict[str, Callable[[], Outcome]] = {
+            "get": lambda: store.get(key, len(value)).outcome,
+            "stat": lambda: store.stat(key),
+        }
+        for what, look in looks.items():
+            before = calls.met
+            with self.bench.inside(calls.failing(READS)):
+                outcome = look()
+            failed = calls.met == before or outcome.status is Status.FAILED
+            check(failed, f"{what} whose system call failed with EIO: {outcome.status.name}, due is FAILED")
+        self._met(calls)
+        after = store.get(key, len(value))
+        check(after.status is not Status.OK or after.value == value, "a get after a failed one is wrong")
+
+    @needs("delete")
+    def test_a_delete_that_fails_is_not_told_as_done(self) -> None:
+        """A tenant's data is said to be gone, its room is given away, and the next start brings it back."""
+        self.bench.require_medium("file", why="no system call removes its values")
+        store, place, key, value = self._stored()
+        calls = SystemCalls(place.directory)
+        with self.bench.inside(calls.failing(CHANGES)):
+            outcome = store.delete(key)
+        self._met(calls)
+        if outcome.status is Status.FAILED:
+            return
+        told = f"a delete whose system call failed with EIO ended {outcome.status.name}"
+        check(store.get(key, len(value)).status is Status.MISS, f"{told}, and the value is there")
+        if self.bench.capabilities.persistent:
+            store.close()
+            again = self.bench.open(place).get(key, len(value))
+            check(again.status is Status.MISS, f"{told}, and the value is there when it is opened again")
 
     def test_opening_without_the_right_to_write_says_so(self) -> None:
         """A tier that opens and then refuses every store reports healthy while nothing is ever cached."""
@@ -201,6 +259,20 @@ class Faults(Group):
 
     def _in_slack(self, what: str, call: Callable[[], T]) -> T:
         return in_time(what, call, self.bench.harness.slack_s)
+
+    @staticmethod
+    def _met(calls: SystemCalls) -> None:
+        """
+        Raises:
+            NotApplicable: the backend came to none of them.
+        """
+        if not calls.met:
+            raise NotApplicable("capability medium is file, and none of Python's os functions moves a value")
+
+    @staticmethod
+    def _not_a_miss(outcome: Outcome, what: str) -> None:
+        told = outcome.status in (Status.FAILED, Status.FULL)
+        check(told, f"{what}: {outcome.status.name}, due is OK or FAILED")
 
     def _fails_retryably(self, what: str, call: Callable[[], Outcome]) -> None:
         outcome = self._in_slack(what, call)
