@@ -266,6 +266,7 @@ def test_several_groups_may_be_chosen(invoke: SimpleNamespace, small: Path) -> N
         (["--backend", "memory", "--report", "/proc/out.json"], "can't write /proc/out.json: "),
         (["--backend", "memory", "--report", "out", "--html", "./out"], "are the same file, out"),
         (["--backend", "memory", "--report", "out", "--html", "link"], "are the same file, out"),
+        (["--backend", "memory", "--directory", "/proc"], "can't write in /proc: "),
         (["--backend", "memory", "--harness", "nonsense"], "neither FILE.py:CLASS nor MODULE:CLASS"),
         (["--backend", "memory", "--harness", "absent.py:Mine"], "FileNotFoundError"),
         (["--backend", "memory", "--harness", "json:JSONDecoder"], "is a JSONDecoder, not a Harness"),

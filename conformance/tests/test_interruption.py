@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from click.testing import CliRunner
 
 from conformance_backends.harness import SmallHarness
 from conformance_backends.memory import MemoryBackend
+from lmcache_core.cli import main
+from lmcache_core.registry import BackendSpec, Registry
 from lmcache_core_conformance import Verdict, command, describe, encode
 from lmcache_core_conformance.html import headline
 from lmcache_core_conformance.report import ReportDocument, parse
@@ -82,6 +86,14 @@ if __name__ == "__main__":
 """
 
 
+HARNESS = """
+from conformance_backends.harness import SmallHarness
+from conformance_backends.memory import MemoryBackend
+
+class Mine(SmallHarness):
+    def __init__(self):
+        super().__init__(MemoryBackend)
+"""
 TESTS = """
 from pathlib import Path
 from program import WaitsInFaults
@@ -202,6 +214,65 @@ def test_threads_that_never_end_do_not_keep_the_command_from_ending(tmp_path: Pa
     assert "still running after 0.5 s" in told
     assert parse((tmp_path / "out.json").read_bytes()).of(Verdict.FAILED)
     assert list((tmp_path / "stores").iterdir()) == []
+
+
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+
+
+@pytest.fixture
+def harness_file(tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "certified_here.py"
+    file.write_text(HARNESS)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner may have it ignored
+    yield file
+    signal.signal(signal.SIGINT, before)
+
+
+def run_memory(monkeypatch: pytest.MonkeyPatch, harness: str, report: Path) -> tuple[int, str]:
+    """The command in this process, on a backend in memory, with the report of an earlier run."""
+    registry = Registry()
+    registry.add(BackendSpec("memory", "conformance_backends.memory:MemoryBackend", (1, 0)), MemoryBackend)
+    monkeypatch.setattr(command, "discover", lambda: registry)
+    report.write_text("of an earlier run")
+    arguments = ["run", "--backend", "memory", "--harness", harness, "--report", str(report)]
+    ended = CliRunner().invoke(command.conformance, [*arguments, "--group", "round-trip"])
+    return ended.exit_code, ended.output
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_a_signal_whose_exception_is_swallowed_ends_the_run_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, harness_file: Path, number: signal.Signals, code: int
+) -> None:
+    def swallow(*arguments: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(command, "_show", swallow)
+    report = harness_file.with_name("out.json")
+    ended, told = run_memory(monkeypatch, f"{harness_file}:Mine", report)
+    assert ended == code, told
+    document = parse(report.read_bytes())
+    assert document.interrupted
+    assert len(document.results) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_a_run_that_is_interrupted_before_it_begins_leaves_no_report(
+    monkeypatch: pytest.MonkeyPatch, harness_file: Path, number: signal.Signals, code: int
+) -> None:
+    harness_file.write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
+    report = harness_file.with_name("out.json")
+    ended, told = run_memory(monkeypatch, f"{harness_file}:Mine", report)
+    assert (ended, told) == (code, "interrupted: nothing is reported\n")
+    assert not report.exists()
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it_as_shells_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "import_module", stop)
+    assert CliRunner().invoke(main.main, ["plugins"]).exit_code == 130
 
 
 def test_a_program_gets_what_was_run_before_it_was_interrupted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from importlib import import_module
 
 import click
@@ -39,9 +40,15 @@ class _LazyGroup(click.Group):
             formatter.write_dl(sorted(rows.items()))
 
     def invoke(self, ctx: click.Context) -> object:
-        """Runs the command; an error of ours ends in its message and exit code 1, without a traceback."""
+        """Runs the command; an error of ours ends in its message and exit code 1, without a traceback.
+
+        Ctrl-C ends in the exit code that shells expect, also while a command is imported.
+        """
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(128 + signal.SIGINT)
         except LMCacheError as error:
             raise click.ClickException(str(error)) from error
 

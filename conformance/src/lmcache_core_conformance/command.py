@@ -22,8 +22,8 @@ from lmcache_core_conformance.deviations import deviations_of
 from lmcache_core_conformance.effort import effort_of, reduced, words_of
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.html import render
-from lmcache_core_conformance.output import Output, OutputError
-from lmcache_core_conformance.process import code_of, not_kept_by_threads, terminable
+from lmcache_core_conformance.output import Output, OutputError, writable
+from lmcache_core_conformance.process import Told, not_kept_by_threads, terminable
 from lmcache_core_conformance.redaction import Redactor
 from lmcache_core_conformance.report import (
     ReportDocument,
@@ -111,31 +111,36 @@ def run_command(
     certified, because the backend, its options or a file is not what it should be; the message says which.
     130 or 143: it was interrupted or terminated; the report, of what had been run, says so.
     """
-    outputs = _or_cannot_run(lambda: _outputs(report_file, html_file))
-    harness = _or_cannot_run(lambda: _harness(name, config_file, harness_name))
-    try:
-        deviations_of(harness, NAMES)
-        effort_of(harness)
-    except (TypeError, ValueError) as error:
-        raise CannotRun(str(error)) from error
-    harness.directory = directory or harness.directory
-    harness.enforce_performance = enforce_performance or harness.enforce_performance
-    # The suite makes faults happen: what a backend logs about them is no news, and drowns the verdicts.
-    logging.getLogger().addHandler(logging.NullHandler())
-    with not_kept_by_threads():
-        for output in outputs:
-            _or_cannot_run(output.remove)
+    with not_kept_by_threads(), terminable() as told:
+        outputs = _or_cannot_run(lambda: _outputs(report_file, html_file))
         try:
-            with terminable():
-                report, code = _certify(harness, name, groups)
-                if outputs:
-                    document = describe(report, harness, name=name)
-                    for output in outputs:
-                        _or_cannot_run(partial(output.write, document))
-        except KeyboardInterrupt as error:
+            harness = _or_cannot_run(lambda: _harness(name, config_file, harness_name))
+            try:
+                deviations_of(harness, NAMES)
+                effort_of(harness)
+            except (TypeError, ValueError) as error:
+                raise CannotRun(str(error)) from error
+            if directory is not None:
+                harness.directory = _or_cannot_run(partial(writable, directory))
+            if enforce_performance:
+                harness.enforce_performance = True
+            # The suite makes faults happen: what a backend logs of them is no news, and drowns the verdicts.
+            logging.getLogger().addHandler(logging.NullHandler())
+            for output in outputs:
+                _or_cannot_run(output.remove)
+            report = _certify(harness, name, groups, told)
+            if outputs:
+                document = describe(report, harness, name=name)
+                for output in outputs:
+                    _or_cannot_run(partial(output.write, document))
+        except KeyboardInterrupt:
+            for output in outputs:
+                _or_cannot_run(output.remove)
             click.echo("interrupted: nothing is reported")
-            context.exit(code_of(error))
-        context.exit(code or int(report.failed or (strict and bool(report.of(Verdict.UNPROVEN)))))
+            context.exit(told.code)
+        if report.interrupted:
+            context.exit(told.code)
+        context.exit(int(report.failed or (strict and bool(report.of(Verdict.UNPROVEN)))))
 
 
 @conformance.command("compare")
@@ -196,8 +201,8 @@ def _outputs(report_file: Path | None, html_file: Path | None) -> list[Output]:
     return outputs
 
 
-def _certify(harness: Harness, name: str, groups: Collection[str]) -> tuple[Report, int]:
-    """Runs and shows the properties. The exit code is 0 unless the run was interrupted.
+def _certify(harness: Harness, name: str, groups: Collection[str], told: Told) -> Report:
+    """Runs and shows the properties, until `told` to end.
 
     Raises:
         CannotRun: as `_check_that_it_opens`.
@@ -208,14 +213,14 @@ def _certify(harness: Harness, name: str, groups: Collection[str]) -> tuple[Repo
 
     def show(result: Result) -> None:
         _show(console, result, redactor.conceal)
+        told.check()
 
-    code = 0
     try:
         report = run(harness, groups=groups or None, on_result=show)
     except Interrupted as error:
-        report, code = error.report, code_of(error.__cause__)
+        report = error.report
     _summarise(console, name, report, words_of(reduced(effort_of(harness))))
-    return report, code
+    return report
 
 
 def _check_that_it_opens(harness: Harness, name: str) -> Redactor:

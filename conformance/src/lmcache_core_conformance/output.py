@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,3 +77,16 @@ class Output:
             self._temporary.touch(exist_ok=False)
         finally:
             self._temporary.unlink(missing_ok=True)
+
+
+def writable(directory: Path) -> Path:
+    """That directory, for temporary ones.
+
+    Raises:
+        OutputError: none can be made in it.
+    """
+    try:
+        Path(tempfile.mkdtemp(prefix=".conformance-", dir=directory)).rmdir()
+    except OSError as error:
+        raise OutputError(f"can't write in {directory}: {error.strerror}") from error
+    return directory

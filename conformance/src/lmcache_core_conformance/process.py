@@ -19,23 +19,48 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM: ends the run as Ctrl-C does."""
 
 
+class Told:
+    """Which signal has told the process to end, also where what it raised was swallowed."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def end(self, number: int, frame: FrameType | None) -> None:
+        """The signal's handler."""
+        self._number = number
+        self.check()
+
+    def check(self) -> None:
+        """
+        Raises:
+            KeyboardInterrupt: a signal has come; `Terminated` for SIGTERM.
+        """
+        if self._number:
+            raise Terminated if self._number == signal.SIGTERM else KeyboardInterrupt
+
+    @property
+    def code(self) -> int:
+        """What the shell expects of a process that this signal ended."""
+        return 128 + (self._number or signal.SIGINT)
+
+
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """While inside, SIGTERM raises `Terminated`, so that nothing is left behind. For the main thread."""
+def terminable() -> Iterator[Told]:
+    """While inside, SIGTERM and Ctrl-C raise, so that nothing is left behind. For the main thread.
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
+    What a signal raises is lost where it comes amid a destructor: long work asks `Told.check` now and then.
+    """
+    told = Told()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    if before[signal.SIGINT] == signal.SIG_IGN:  # as under nohup
+        del before[signal.SIGINT]
+    for number in before:
+        signal.signal(number, told.end)
     try:
-        yield
+        yield told
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def code_of(error: BaseException | None) -> int:
-    """What the shell expects of a process that a signal ended."""
-    return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
