@@ -89,10 +89,9 @@ class Concurrency(Group):
     @needs("max_in_flight")
     def test_a_call_held_up_at_any_line_does_not_spoil_another(self) -> None:
         """Between any two lines another thread may get its turn: a miss or a mixture there is a real one."""
-        store = self.bench.open()
         names = ("put", "get", "delete") if self.bench.capabilities.delete else ("put", "get")
         pairs = [*itertools.product(names, (*names, "put beside")), ("first put", "stat and get")]
-        lines = self._lines(calls=6 * len(pairs))
+        lines, store = self._lines(calls=6 * len(pairs)), self.bench.open()
         for number, (first, second) in enumerate(pairs):
             uncut = _Register(store, f"uncut-{number}", self.bench.fit(2))
             total = uncut.interrupted(first, 0, second)
@@ -117,10 +116,10 @@ class Concurrency(Group):
     @needs("max_in_flight")
     def test_batches_that_overlap_neither_mix_nor_wait_for_each_other(self) -> None:
         """Two requests share chunks and name them in any order: each batch ends, with its own results."""
-        store, count = self.bench.open(), min(3, self.bench.capabilities.max_batch or 3)
+        count = min(3, self.bench.capabilities.max_batch or 3)
         if count < 2:
             raise NotApplicable("capability max_batch is 1")
-        half = max(self._lines(calls=4 * 3) // 2, 1)
+        half, store = max(self._lines(calls=4 * 3) // 2, 1), self.bench.open()
         batches = _Batches(store, [key_named(f"overlap {n}") for n in range(count)], self.bench.fit)
         for first, second in (("put", "put"), ("get", "get"), ("get", "put"), ("stat", "stat")):
             total = self._interrupt(partial(batches.run, first), 0, _nothing)
@@ -135,7 +134,8 @@ class Concurrency(Group):
     @needs("max_in_flight")
     def test_a_value_that_grows_during_a_get_stays_inside_the_views(self) -> None:
         """Looked up at one length and read at another, it lands in the frames behind the views."""
-        store, key = self.bench.open(), key_named("growing")
+        lines, key = self._lines(calls=3), key_named("growing")
+        store = self.bench.open()
         short, long = value_of(key, 1, self.bench.fit(2)), value_of(key, 2, self.bench.fit(4))
         if len(short) == len(long):
             raise NotApplicable(f"capability max_value_bytes is {len(long)}: a value has no room to grow")
@@ -150,7 +150,6 @@ class Concurrency(Group):
             check(told or whole, f"get while the value grew: {outcome.status.name}, {outcome.nbytes} bytes")
 
         self.put(store, key, short)
-        lines = self._lines(calls=3)
         for line in rounds(spread(self._interrupt(get, 0, _nothing), lines)):
             self.put(store, key, short)
             self._interrupt(get, line, lambda: self.put(store, key, long))
@@ -158,11 +157,11 @@ class Concurrency(Group):
     @needs("max_in_flight")
     def test_scans_and_stats_beside_a_writer_tell_what_is_there(self) -> None:
         """An index is rebuilt, and a tier is watched, while it is in use: neither may fail or invent."""
+        arriving = [(key_named(f"arriving {n}"), PAGE) for n in range(self._lines(calls=2 * 4))]
         store, values = self.bench.open(), self.some_values(6)
         for key, value in values:
             self.put(store, key, value)
         staying = {key: len(value) for key, value in values}
-        arriving = [(key_named(f"arriving {n}"), PAGE) for n in range(self._lines(calls=2 * 4))]
         known = staying | dict(arriving)
 
         def look() -> None:
@@ -211,7 +210,10 @@ class Concurrency(Group):
         self.bench.race(store, *(caller(n) for n in range(count)))
 
     def _lines(self, *, calls: int) -> int:
-        """At how many lines of a call it is interrupted, where that takes `calls` calls for each."""
+        """At how many lines of a call it is interrupted, where that takes `calls` calls for each.
+
+        To be asked before a store is opened, beside which the one that is timed would be a second.
+        """
         return affordable(self.bench, self.bench.harness.interruptions, calls)
 
     def _interrupt(self, first: Callable[[], None], line: int, second: Callable[[], None]) -> int:
