@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from lmcache_core_conformance import Harness, NotApplicable, ReportError, Unprov
 from lmcache_core_conformance.behind import Fault
 from lmcache_core_conformance.runner import Result
 from lmcache_core_conformance.values import key_named
-from lmcache_core_conformance.verdicts import verdict_of
+from lmcache_core_conformance.verdicts import Violation, verdict_of
 
 ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
 OUT_OF_BAND = "test_what_lies_in_the_medium_is_what_was_put"
@@ -334,6 +335,33 @@ def test_a_harness_that_tries_less_hard_while_it_runs_fails() -> None:
     result = only(Mine(MemoryBackend), ROUND_TRIP)
     assert result.verdict is Verdict.FAILED
     assert "the harness's effort was" in result.reason
+
+
+def test_a_harness_may_be_a_dataclass() -> None:
+    @dataclass
+    class Mine(SmallHarness):
+        name: str = "mine"
+
+        def __post_init__(self) -> None:
+            super().__init__(FileBackend)
+
+    harness = Mine()
+    report = run(harness, properties=[ROUND_TRIP, OUT_OF_BAND, "test_stats_count_what_is_stored"])
+    assert [result.verdict for result in report.results] == [Verdict.PASSED] * 3
+
+
+def test_of_several_errors_the_first_violation_is_shown() -> None:
+    inner = ExceptionGroup("inner", [ValueError("no"), Violation("page 1 differs")])
+    assert verdict_of(ExceptionGroup("flaky", [KeyError("x"), inner])) == (Verdict.FAILED, "page 1 differs")
+    assert verdict_of(ExceptionGroup("flaky", [KeyError("x")]))[1] == "KeyError: 'x'"
+
+
+def test_an_excuse_in_a_group_of_errors_excuses_nothing() -> None:
+    class Mine(MemoryBackend):
+        def open(self, host: Host) -> Capabilities | None:
+            raise ExceptionGroup("several", [NotApplicable("capability x is False")])
+
+    assert only(SmallHarness(Mine), ROUND_TRIP).verdict is Verdict.FAILED
 
 
 def test_state_that_a_class_keeps_is_not_a_change_of_it() -> None:

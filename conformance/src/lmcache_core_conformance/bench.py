@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 from lmcache_core.errors import PluginError
 from lmcache_core.storage.checks import checked_capabilities
@@ -22,13 +21,14 @@ from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.driver import RecordingHost, Store
 from lmcache_core_conformance.figures import Figure
 from lmcache_core_conformance.harness import Harness
+from lmcache_core_conformance.known import Known
 from lmcache_core_conformance.preemption import Preemption
 from lmcache_core_conformance.values import PAGE
 from lmcache_core_conformance.verdicts import NotApplicable, Unproven, Violation, check
 from lmcache_core_conformance.watch import join, named_thread
 
-_CAPABILITIES: WeakKeyDictionary[Harness, tuple[Capabilities, bool]] = WeakKeyDictionary()
-_IN_ORDER: WeakSet[Harness] = WeakSet()
+_CAPABILITIES = Known[tuple[Capabilities, bool]]()
+_IN_ORDER = Known[bool]()
 """Those whose backend declares capabilities that make sense."""
 
 
@@ -102,9 +102,9 @@ class Bench:
         Raises:
             Unproven: the backend declares what makes no sense. Looked at once for each harness.
         """
-        if self.harness not in _IN_ORDER:
+        if not _IN_ORDER.get(self.harness):
             _in_order(self.build(self.place()).capabilities, "its capabilities")
-            _IN_ORDER.add(self.harness)
+            _IN_ORDER.keep(self.harness, True)
 
     def place(self, *, small: bool = False) -> Place:
         """A new, empty place; a small one for a store that evicts by itself at `small_capacity_bytes`."""
@@ -270,7 +270,7 @@ class Bench:
             store = self.open()
             found = (store.capabilities, isinstance(store.backend, Resident))
             store.close()
-            _CAPABILITIES[self.harness] = found
+            _CAPABILITIES.keep(self.harness, found)
         return found
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Status
 from lmcache_core_conformance.behind import Behind, Fault
 from lmcache_core_conformance.bench import Bench, Place
 from lmcache_core_conformance.driver import Store
-from lmcache_core_conformance.harness import Harness
+from lmcache_core_conformance.known import Known
 from lmcache_core_conformance.values import PAGE, difference, key_named, value_of
 from lmcache_core_conformance.verdicts import Unproven, check
 
 _DELAYS = (Fault.STALLED, Fault.TRICKLING)
-_PROVEN: WeakKeyDictionary[Harness, set[str]] = WeakKeyDictionary()
+_PROVEN = Known[set[str]]()
 """Which hooks that measure were seen to."""
 
 
@@ -129,7 +128,9 @@ class Reach:
 
     def _prove(self, hook: str) -> None:
         """Once for each harness: what the hook measures grows when something is put into an empty store."""
-        proven = _PROVEN.setdefault(self._harness, set())
+        proven = _PROVEN.get(self._harness)
+        if proven is None:
+            proven = _PROVEN.keep(self._harness, set())
         if hook in proven:
             return
         place, key = self._bench.place(), key_named("measured")

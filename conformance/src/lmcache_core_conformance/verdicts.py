@@ -70,9 +70,17 @@ def verdict_of(error: BaseException, harness: object = None) -> tuple[Verdict, s
             return verdict, str(error)
         reason = f"{type(error).__name__} was raised by the backend or a hook, which excuses nothing: {error}"
         return Verdict.FAILED, reason
+    if isinstance(error, BaseExceptionGroup):  # such as hypothesis's, of what fails not each time
+        return Verdict.FAILED, verdict_of(_foremost(error))[1]
     if isinstance(error, AssertionError):
         return Verdict.FAILED, str(error)
     return Verdict.FAILED, f"{type(error).__name__}: {error}"
+
+
+def _foremost(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first violation in a group and the groups in it; where there is none, the first error."""
+    found = [one if not isinstance(one, BaseExceptionGroup) else _foremost(one) for one in group.exceptions]
+    return next((one for one in found if isinstance(one, Violation)), found[0])
 
 
 def _is_missing_hook(raising: FrameType | None, foreign: Sequence[FrameType | None], harness: object) -> bool:
