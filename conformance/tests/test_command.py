@@ -24,7 +24,7 @@ from lmcache_core.storage.contract import Call, Capabilities, Host, Item
 from lmcache_core.storage.secret import Secret
 from lmcache_core_conformance import Harness, Verdict, command
 from lmcache_core_conformance.configured import ConfiguredHarness, RunConfig
-from lmcache_core_conformance.report import parse
+from lmcache_core_conformance.report import encode, parse
 
 ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
 SMALL = "{options: {max_value_bytes: 65536}, capacity: 8MiB, small_capacity: 1MiB, large_value: 1MiB}"
@@ -327,8 +327,30 @@ def test_comparing_two_reports_says_where_verdicts_differ(
     assert same.output.startswith("the same ")
     different = invoke.call("compare", *reports)
     assert different.exit_code == 1
-    assert different.output == "test_stats_count_what_is_stored: passed, then failed\n"
+    memory, attempts = "conformance_backends.memory:Memory", "conformance_backends.broken_conduct:Counts"
+    assert different.output == (
+        f"backend differs: memory ({memory}Backend), then attempts ({attempts}Attempts)\n"
+        "test_stats_count_what_is_stored: passed, then failed\n"
+    )
     assert invoke.call("compare", reports[0], small).exit_code == 2
+
+
+def test_comparing_says_what_else_differs_and_takes_no_empty_report(
+    invoke: SimpleNamespace, small: Path, tmp_path: Path
+) -> None:
+    report, other = tmp_path / "one.json", tmp_path / "other.json"
+    invoke.run("--backend", "memory", "--config", small, "--group", "sizes", "--report", report)
+    document = parse(report.read_bytes())
+    suite = msgspec.structs.replace(document.suite, version="9.9", effort={"rounds": 7})
+    other.write_bytes(encode(msgspec.structs.replace(document, suite=suite)))
+    compared = invoke.call("compare", report, other)
+    assert compared.exit_code == 0, compared.output
+    assert f"suite differs: {document.suite.version}, then 9.9\n" in compared.output
+    assert ", then rounds 7\n" in compared.output
+    other.write_bytes(encode(msgspec.structs.replace(document, results=())))
+    empty = invoke.call("compare", other, other)
+    assert empty.exit_code == 2
+    assert "a report without results says nothing" in empty.output
 
 
 def test_the_schema_is_printed(invoke: SimpleNamespace) -> None:

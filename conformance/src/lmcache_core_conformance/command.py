@@ -28,6 +28,7 @@ from lmcache_core_conformance.redaction import Redactor
 from lmcache_core_conformance.report import (
     ReportDocument,
     ReportError,
+    circumstances,
     describe,
     differences,
     encode,
@@ -148,13 +149,13 @@ def run_command(
 @click.argument("other", type=_FILE)
 @click.pass_context
 def compare_command(context: click.Context, one: Path, other: Path) -> None:
-    """Say where the verdicts of two reports differ.
+    """Say where the verdicts of two reports differ, and whether the same was certified in the same way.
 
-    Exit code 0: nowhere. 1: somewhere. 2: one of them can't be read, or is of an interrupted run.
+    Exit code 0: no verdict differs. 1: one does. 2: a report can't be read, is empty or interrupted.
     """
     first, second = (_or_cannot_run(partial(_read, file)) for file in (one, other))
     found = _or_cannot_run(partial(differences, first, second))
-    for line in found:
+    for line in [*circumstances(first, second), *found]:
         click.echo(line)
     if found:
         context.exit(1)

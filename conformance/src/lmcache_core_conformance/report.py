@@ -237,8 +237,10 @@ def differences(one: ReportDocument, other: ReportDocument) -> list[str]:
     """Where the verdicts of two reports differ, a line each.
 
     Raises:
-        ReportError: one is of a run that was interrupted.
+        ReportError: one is of a run that was interrupted, or has no results.
     """
+    if not (one.results and other.results):
+        raise ReportError("a report without results says nothing: run it again")
     if one.interrupted or other.interrupted:
         raise ReportError("a run that was interrupted says nothing of what it did not reach: run it again")
     first, second = ({result.name: result.said for result in report.results} for report in (one, other))
@@ -247,6 +249,18 @@ def differences(one: ReportDocument, other: ReportDocument) -> list[str]:
         for name in dict.fromkeys([*first, *second])
         if first.get(name) != second.get(name)
     ]
+
+
+def circumstances(one: ReportDocument, other: ReportDocument) -> list[str]:
+    """Where two reports differ in what was certified and how, a line each: verdicts may differ for that."""
+    pairs = {
+        "backend": [f"{r.backend.name} ({r.backend.implementation})" for r in (one, other)],
+        "its version": [r.backend.version or "none" for r in (one, other)],
+        "suite": [r.suite.version for r in (one, other)],
+        "core": [r.suite.core for r in (one, other)],
+        "effort": [", ".join(f"{n} {v:g}" for n, v in sorted(r.suite.effort.items())) for r in (one, other)],
+    }
+    return [f"{what} differs: {first}, then {then}" for what, (first, then) in pairs.items() if first != then]
 
 
 def capabilities_of(bench: Bench) -> dict[str, Value]:
