@@ -266,3 +266,23 @@ def test_what_a_bare_driver_says_of_itself_is_cleaned() -> None:
 def test_the_forms_tried_here_are_those_of_the_real_functions() -> None:
     assert ast.literal_eval(FORMS["repr"](SECRETS[1])) == SECRETS[1]
     assert html.unescape(FORMS["HTML"](SECRETS[1])) == SECRETS[1]
+
+
+SECRET = "hunter2-Zx9!quw"
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        (SECRET.upper(), "***"),
+        (SECRET.lower(), "***"),
+        (SECRET[:-1], "***"),
+        (SECRET[3:], "***"),
+        (f"{SECRET[:8]} {SECRET[7:]}", "*** ***"),
+        (f"{SECRET[2:12].upper()}…", "***…"),
+        (f"{SECRET[:9]}{SECRET[5:]}", "***"),
+        (SECRET[:7], SECRET[:7]),
+    ],
+)
+def test_a_secret_is_hidden_in_any_case_and_where_much_of_it_is_cut_out(told: str, shown: str) -> None:
+    assert Redactor([SECRET]).conceal(f"login as {told} failed") == f"login as {shown} failed"

@@ -14,6 +14,8 @@ _WRAPPED = r""" ['"]\n {0,99}b?['"]"""
 _BACKSLASHES = r"\\{0,8}"
 _BACKSLASH = r"\\{1,8}"
 _LEAST_BASE64 = 4
+_RUN = 8
+"""So many characters of a secret in a row are hidden, wherever they are cut out of it."""
 _IN_BASE64 = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/_-=%")
 
 
@@ -22,7 +24,8 @@ class Disguises:
 
     def __init__(self, secrets: Iterable[str]) -> None:
         longest_first = sorted(secrets, key=len, reverse=True)
-        self._plain = _any(form for s in longest_first for form in (_escaped(s), _hex(s)))
+        self._plain = _any((form for s in longest_first for form in (_escaped(s), _hex(s))), re.IGNORECASE)
+        self._runs = {_small(s)[at : at + _RUN] for s in longest_first for at in range(len(s) - _RUN + 1)}
         self._base64 = _any(_escaped(core) for s in longest_first for core in _base64_cores(s.encode()))
 
     def hide(self, text: str) -> str:
@@ -39,11 +42,29 @@ class Disguises:
                 end += 1
             kept += [text[position:start], SHOWN]
             position = end
-        return "".join([*kept, text[position:]])
+        return self._hide_runs("".join([*kept, text[position:]]))
+
+    def _hide_runs(self, text: str) -> str:
+        """`text` without what is cut out of a secret, as where a driver shortens it."""
+        small, kept, start, end = _small(text), [], 0, -1  # the run that was found last
+        position = 0
+        for at in range(len(small) - _RUN + 1):
+            if small[at : at + _RUN] not in self._runs:
+                continue
+            if at > end:
+                kept += [text[position:start], SHOWN] if end >= 0 else []
+                position, start = max(end, 0), at
+            end = at + _RUN
+        return "".join([*kept, *([text[position:start], SHOWN] if end >= 0 else []), text[max(end, 0) :]])
 
 
-def _any(forms: Iterable[str]) -> re.Pattern[str] | None:
-    return re.compile("|".join(alternatives)) if (alternatives := list(forms)) else None
+def _small(text: str) -> str:
+    """In small letters, each in its place."""
+    return "".join(small if len(small := char.lower()) == 1 else char for char in text)
+
+
+def _any(forms: Iterable[str], flags: int = 0) -> re.Pattern[str] | None:
+    return re.compile("|".join(alternatives), flags) if (alternatives := list(forms)) else None
 
 
 def _hex(secret: str) -> str:
