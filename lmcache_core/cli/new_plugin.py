@@ -63,7 +63,7 @@ def check_name(name: str) -> None:
     Raises:
         ConfigError: `name` can't be a backend, a distribution and a module; says what would do.
     """
-    if name.startswith(_PREFIX):
+    if name.startswith(_PREFIX.rstrip("-")):
         raise ConfigError(f"{name!r}: give the name without {_PREFIX!r}, which is put before it")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} can't be a name: use a-z, 0-9 and single '-' between, a letter first")

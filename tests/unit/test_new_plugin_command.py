@@ -124,6 +124,7 @@ def test_places_to_fill_in_are_marked(path: str) -> None:
         ("shelve", "'shelve' is a module of Python itself, for which readers would take it: choose another"),
         ("sdk", "'sdk' belongs to lmcache-core itself: choose another name"),
         ("lmcache-core-mine", "give the name without 'lmcache-core-', which is put before it"),
+        ("lmcache-core", "give the name without 'lmcache-core-', which is put before it"),
         ("taken", "somebodys-plugin is installed and has a plugin named 'taken': choose another name"),
         ("conformance", "'conformance' belongs to lmcache-core itself"),
     ],
