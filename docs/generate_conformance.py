@@ -51,7 +51,8 @@ instead of a file of options, so that nothing is left unproven.
 | 2 | nothing was certified: no such backend, refused options, a store that can't be opened, a missing file |
 | 130, 143 | interrupted (Ctrl-C, SIGTERM): the report is of what had been run, as its `interrupted` says |
 
-A report of an earlier run is removed when the run begins, and written whole or not at all when it ends.
+A report of an earlier run is removed when the run begins, and written whole or not at all when it ends. So
+look for the report too, not only at the exit code: a backend whose C code ends the process gives any code.
 
 `lmcache-core conformance compare A.json B.json` says where the verdicts of two reports differ, and
 `lmcache-core conformance schema` prints the JSON schema of what follows.

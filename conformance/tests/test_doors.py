@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -287,6 +288,41 @@ def test_a_backend_that_ends_the_process_fails_the_property_it_was_asked_for() -
     (result,) = run(SmallHarness(Exits), properties=["test_a_value_comes_back_byte_for_byte"]).results
     assert result.verdict is Verdict.FAILED
     assert "SystemExit" in result.reason
+
+
+@pytest.mark.parametrize("where", ["the caller's thread", "its own thread"])
+def test_a_backend_that_ends_the_process_at_once_fails_too(where: str) -> None:
+    class Exits(MemoryBackend):
+        def end(self) -> None:
+            with contextlib.suppress(SystemExit):
+                os._exit(0)
+
+        def get_many(self, items: Sequence[Item], call: Call) -> None:
+            if where == "the caller's thread":
+                os._exit(0)
+            thread = threading.Thread(target=self.end)
+            thread.start()
+            thread.join()
+            super().get_many(items, call)
+
+    ends = os._exit
+    (result,) = run(SmallHarness(Exits), properties=[ROUND_TRIP]).results
+    assert result.verdict is Verdict.FAILED
+    assert result.reason == "os._exit(0) was called, which ends the process without a word"
+    assert os._exit is ends
+
+
+def test_a_process_that_a_backend_forked_may_end_at_once() -> None:
+    class Forks(MemoryBackend):
+        def get_many(self, items: Sequence[Item], call: Call) -> None:
+            child = os.fork()
+            if not child:
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            super().get_many(items, call)
+
+    (result,) = run(SmallHarness(Forks), properties=[ROUND_TRIP]).results
+    assert (result.verdict, result.reason) == (Verdict.PASSED, "")
 
 
 def test_nothing_is_left_in_the_directory_that_a_run_is_started_in(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from lmcache_core_conformance.groups.sharing import Sharing
 from lmcache_core_conformance.groups.sizes import Sizes
 from lmcache_core_conformance.harness import Harness
 from lmcache_core_conformance.properties import Group, Property, properties_of
-from lmcache_core_conformance.watch import Hung, bounded
+from lmcache_core_conformance.watch import Hung, bounded, not_ended_from_within
 
 GROUPS: tuple[type[Group], ...] = (
     Declaration,
@@ -159,7 +159,8 @@ def execute(prop: Property, certified: Certified, on_figure: Callable[[Figure], 
             bench.close()
 
     try:
-        bounded(work, certified.harness.limit_s)
+        with not_ended_from_within():
+            bounded(work, certified.harness.limit_s)
     except (Hung, KeyboardInterrupt):
         end_child()
         raise

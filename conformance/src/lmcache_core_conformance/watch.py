@@ -5,14 +5,16 @@ Properties run one at a time in a process, each on a thread of its own that star
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 from lmcache_core_conformance.verdicts import Violation
@@ -70,6 +72,33 @@ def bounded(work: Callable[[], None], limit_s: float) -> None:
     if isinstance(errors[0], Exception):
         raise errors[0]
     raise Violation(f"{type(errors[0]).__name__} was raised: {errors[0]}") from errors[0]
+
+
+@contextlib.contextmanager
+def not_ended_from_within() -> Iterator[None]:
+    """While inside, `os._exit` doesn't end this process, which would look like success to its caller.
+
+    Raises:
+        Violation: it was called.
+    """
+    process, end, codes = os.getpid(), os._exit, list[int]()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != process:  # a forked child may
+            end(status)
+        codes.append(status)
+        raise SystemExit(status)
+
+    os._exit = refuse
+    try:
+        yield
+    except Exception:
+        if not codes:
+            raise
+    finally:
+        os._exit = end
+    if codes:
+        raise Violation(f"os._exit({codes[0]}) was called, which ends the process without a word")
 
 
 def named_thread(name: str, work: Callable[[], None]) -> threading.Thread:
