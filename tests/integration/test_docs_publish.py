@@ -60,6 +60,11 @@ def project(environment: FreshEnvironment, tmp_path_factory: pytest.TempPathFact
     return project
 
 
+def verdicts_in(summary: str) -> set[str]:
+    """The kinds of verdict in a summary line. On a busy machine some figure may be below its floor."""
+    return set(re.findall(r"\d+ (passed|failed|unproven|not applicable|deviation|skipped|error)", summary))
+
+
 def test_every_command_of_the_page_is_known_here() -> None:
     run = ("lmcache-core new-plugin", "pytest ", "lmcache-core conformance run", "lmcache-core plugins")
     run += ("lmcache-core config check",)
@@ -71,20 +76,20 @@ def test_a_new_plugin_passes_its_own_tests_with_nothing_unproven(
     environment: FreshEnvironment, project: Path
 ) -> None:
     output = environment.run(*command("pytest"), "-p", "no:cacheprovider", cwd=project)
-    verdicts = r"=+ (?:\x1b\[\d+m)*\d+ passed, \d+ not applicable in .*"
-    assert re.fullmatch(verdicts, output.splitlines()[-1])
+    assert verdicts_in(output.splitlines()[-1]) == {"passed", "not applicable"}
 
 
 def test_the_report_is_written(environment: FreshEnvironment, project: Path) -> None:
     arguments = [*command("lmcache-core conformance run"), "--strict", "--group", "round-trip"]  # part of it
-    verdicts = environment.run(*arguments, cwd=project).splitlines()[-1]
-    assert re.fullmatch(r"depot: \d+ passed, in \d+ s", verdicts)
+    summary = environment.run(*arguments, cwd=project).splitlines()[-1]
+    assert verdicts_in(summary) == {"passed"}
     assert {"report.json", "report.html"} <= {path.name for path in project.iterdir()}
 
 
 def test_the_plugin_is_listed_as_usable(environment: FreshEnvironment, project: Path) -> None:
     output = environment.run(*command("lmcache-core plugins"), cwd=project)
-    assert [line.split() for line in output.splitlines()[1:]] == [
+    table, _ = output.split("\n\n")
+    assert [line.split() for line in table.splitlines()[1:]] == [
         ["conformance", "0.1.0", "-", "ok"],
         ["cpu", "0.1.0", "1.0", "ok"],
         ["depot", "0.1.0", "1.0", "ok"],
@@ -194,7 +199,7 @@ def test_the_asynchronous_backend_passes_everything_once_every_hook_is_there(
         PYTHONPATH=path_of(asynchronous),
         PYTHONWARNINGS="error",
     )
-    assert re.match(r"depot: \d+ passed, \d+ not applicable, in ", output.splitlines()[-1])
+    assert verdicts_in(output.splitlines()[-1]) == {"passed", "not applicable"}
 
 
 def test_the_pages_own_harness_is_enough_to_begin_with(
