@@ -62,7 +62,7 @@ def test_the_example_of_reading_a_report_runs(
     [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(ROOT)
     exec(compile(example, "conformance-report.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("disk {'round-trip': ")
+    assert capsys.readouterr().out.startswith("disk {'declaration': ")
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
