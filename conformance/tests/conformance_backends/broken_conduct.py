@@ -203,7 +203,11 @@ class DeletesWhatIsAbsent(MemoryBackend):
 
 @breaks(
     "a_scan_reports_every_value_with_its_length",
-    also=("a_scan_is_limited_to_its_prefix", "a_value_present_during_a_whole_scan_is_reported"),
+    also=(
+        "a_scan_is_limited_to_its_prefix",
+        "a_value_present_during_a_whole_scan_is_reported",
+        "a_store_of_many_values_holds_counts_and_lists_all_of_them",
+    ),
 )
 class SkipsAnEntryBetweenPages(MemoryBackend):
     def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
@@ -279,7 +283,12 @@ class CountsAttempts(MemoryBackend):
 
 @breaks(
     "a_full_store_says_so_and_keeps_what_it_has",
-    also=(*FILLING, "an_overwrite_that_does_not_fit_keeps_the_old_value", "deleting_makes_room_again"),
+    also=(
+        *FILLING,
+        "an_overwrite_that_does_not_fit_keeps_the_old_value",
+        "deleting_makes_room_again",
+        "calls_that_end_badly_take_nothing_from_later_ones",
+    ),
 )
 class DropsOldValuesInsteadOfSayingFull(MemoryBackend):
     def keep(self, key: StorageKey, value: bytes) -> Outcome:
@@ -297,13 +306,26 @@ class DropsTheOldValueFirst(MemoryBackend):
         return super().keep(key, value)
 
 
-@breaks("the_bound_is_never_exceeded", also=("an_overwrite_that_does_not_fit_keeps_the_old_value",))
+@breaks(
+    "the_bound_is_never_exceeded",
+    also=(
+        "an_overwrite_that_does_not_fit_keeps_the_old_value",
+        "calls_that_end_badly_take_nothing_from_later_ones",
+    ),
+)
 class LetsOneMoreIn(MemoryBackend):
     def has_room(self, key: StorageKey, nbytes: int) -> bool:
         return super().has_room(key, 0)
 
 
-@breaks("deleting_makes_room_again", also=(*FILLING,))
+@breaks(
+    "deleting_makes_room_again",
+    also=(
+        *FILLING,
+        "what_is_charged_and_counted_follows_what_is_stored",
+        "calls_that_succeed_leave_nothing_behind",
+    ),
+)
 class NeverGivesRoomBack(MemoryBackend):
     lost = 0
 

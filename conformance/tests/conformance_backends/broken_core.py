@@ -87,7 +87,10 @@ class DeclaresADevice(MemoryBackend):
         return replace(super().capabilities, devices=frozenset({"cpu", "cuda"}))
 
 
-@breaks("a_batch_of_the_declared_maximum_is_taken_by_every_operation")
+@breaks(
+    "a_batch_of_the_declared_maximum_is_taken_by_every_operation",
+    also=("a_store_of_many_values_holds_counts_and_lists_all_of_them",),
+)
 class StatsOnlyTwentyKeys(MemoryBackend):
     def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         super().stat_many(keys[:20], call)

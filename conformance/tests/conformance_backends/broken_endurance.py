@@ -99,7 +99,7 @@ class KeepsReplacedValues(MemoryBackend):
         return outcome
 
 
-@breaks(GROWTH)
+@breaks(GROWTH, also=("calls_that_end_badly_leave_nothing_behind",))
 class StartsAThreadEvery50Gets(MemoryBackend):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -211,7 +211,7 @@ class SaysThatItsCapacityIsUsed(FileBackend):
         return replace(known, used_bytes=self.capacity_bytes or known.used_bytes)
 
 
-@breaks("a_batch_may_be_of_any_size_unless_a_maximum_is_declared")
+@breaks("a_batch_may_be_of_any_size_unless_a_maximum_is_declared", also=(MANY,))
 class LosesItemsPastThe100thOfABatch(MemoryBackend):
     @property
     def capabilities(self) -> Capabilities:

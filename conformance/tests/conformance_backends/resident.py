@@ -176,6 +176,7 @@ class CopiesWhatItLends(ResidentBackend):
         "adopting_borrowing_and_discarding_may_overlap",
         "leases_and_holds_return_to_zero",
         "discarding_removes_exactly_the_hold_that_is_meant",
+        "calls_that_succeed_leave_nothing_behind",
     ),
 )
 class KeepsReplacedHolds(ResidentBackend):

@@ -78,7 +78,8 @@ class Endurance(Group):
         key, beside = key_named("again and again"), key_named("beside it")
         nbytes = self.bench.fit(max(min(self.bench.harness.small_capacity_bytes // PAGE // 16, 16), 1))
         versions = [value_of(key, version, nbytes) for version in (1, 2)]
-        self.put(store, beside, versions[0])
+        other = value_of(beside, 1, nbytes)
+        self.put(store, beside, other)
         source, target = Buffer([nbytes]), Buffer([nbytes])
         put, get = [Item(key, source.views())], [Item(key, target.views())]
 
@@ -98,7 +99,7 @@ class Endurance(Group):
             store.host.lost_copies.clear()
 
         check_no_growth(once, "calls that succeed", nbytes=2 * nbytes)
-        self.holds(store, beside, versions[0], "a value beside the one used")
+        self.holds(store, beside, other, "a value beside the one used")
 
     def test_calls_that_end_badly_take_nothing_from_later_ones(self) -> None:
         """A permit, slot or connection that a miss doesn't give back is missing: in the end, all of them."""
