@@ -63,7 +63,7 @@ class LeavesItsTemporaryWhenFull(FileBackend):
         return
 
 
-@breaks("overwriting_costs_no_room")
+@breaks("overwriting_costs_no_room", also=("calls_that_succeed_leave_nothing_behind",))
 class LeaksRoomOnEachOverwrite(MemoryBackend):
     """Adds what is put and never subtracts what that replaced, until the store is empty."""
 
