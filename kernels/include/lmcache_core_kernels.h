@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define LMCK_ABI 1
+#define LMCK_ABI 2
 #define LMCK_EXPORT __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -96,6 +96,27 @@ LMCK_EXPORT int32_t lmck_device_gather(const lmck_layout *layout, const lmck_fra
                                        void *stream, uint64_t num_bad_slots, lmck_fault *fault);
 LMCK_EXPORT int32_t lmck_device_scatter(const lmck_layout *layout, const lmck_frame *frames, int64_t num_frames,
                                         void *stream, uint64_t num_bad_slots, lmck_fault *fault);
+
+/* What staged copies need beside the launches. Handles are numbers; stream 0 is CUDA's default one. All return a
+ * cudaError_t, 0 being good, and act on the calling thread's current device. None waits for the device, but for those
+ * said to wait, and lmck_device_free and lmck_host_(un)register, in which CUDA may. */
+LMCK_EXPORT int32_t lmck_device_current(int32_t *device);
+LMCK_EXPORT int32_t lmck_host_register(uint64_t address, int64_t nbytes); /* pins it, for all devices */
+LMCK_EXPORT int32_t lmck_host_unregister(uint64_t address);
+LMCK_EXPORT int32_t lmck_device_allocate(int64_t nbytes, uint64_t *address);
+LMCK_EXPORT int32_t lmck_device_free(uint64_t address);
+LMCK_EXPORT int32_t lmck_stream_create(uint64_t *stream);
+LMCK_EXPORT int32_t lmck_stream_destroy(uint64_t stream);
+LMCK_EXPORT int32_t lmck_stream_follow(uint64_t stream, uint64_t event); /* what comes next runs after the event */
+LMCK_EXPORT int32_t lmck_stream_drain(uint64_t stream);                  /* waits */
+LMCK_EXPORT int32_t lmck_event_create(uint64_t *event);
+LMCK_EXPORT int32_t lmck_event_destroy(uint64_t event);
+LMCK_EXPORT int32_t lmck_event_record(uint64_t event, uint64_t stream);
+LMCK_EXPORT int32_t lmck_event_query(uint64_t event, int32_t *done);
+LMCK_EXPORT int32_t lmck_event_wait(uint64_t event); /* waits, asleep */
+/* Rows of row_nbytes, the pitches apart, between host and device; host memory may be pageable. */
+LMCK_EXPORT int32_t lmck_copy_rows(uint64_t to, int64_t to_pitch, uint64_t from, int64_t from_pitch,
+                                   int64_t row_nbytes, int64_t num_rows, uint64_t stream);
 
 #ifdef __cplusplus
 }

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+HOLE = -1
 
 
 def bad_slot(frame: int, token: int, slot: int, num_slots: int) -> ValueError:
@@ -41,7 +46,34 @@ def check_index(slots: Tensor) -> None:
     if str(slots.dtype) not in ("torch.int32", "torch.int64") or slots.dim() != 1 or not slots.numel():
         raise ValueError(f"slots must be 1-D int32 or int64, not {slots.dtype} {list(slots.shape)}")
     if not slots.is_cpu:
-        raise ValueError(f"slots are on {slots.device}, the KV on cpu")
+        raise ValueError(f"slots are on {slots.device}; they are checked on the host, give them there")
+
+
+def check_slots(frame: int, slots: range | Tensor, num_slots: int, seen: set[int] | None) -> None:
+    """`seen` collects the slots of a scatter, to find one that is named twice."""
+    if isinstance(slots, range):
+        check_range(slots, num_slots)
+    else:
+        check_index(slots)
+        low, high = (int(bound) for bound in slots.aminmax())
+        if low < HOLE or high >= num_slots:
+            token = next(i for i, slot in enumerate(slots.tolist()) if not HOLE <= slot < num_slots)
+            raise bad_slot(frame, token, int(slots[token]), num_slots)
+    if seen is None:
+        return
+    for token, slot in zip(count(), slots if isinstance(slots, range) else slots.tolist()):
+        if slot in seen:
+            raise slot_twice(frame, token, slot)
+        if slot >= 0:
+            seen.add(slot)
+
+
+def host_slots(
+    frame: int, slots: range | Tensor, num_slots: int, seen: set[int] | None
+) -> range | array[int]:
+    """Checked slots, those of a tensor copied: its owner may change it while a copy of it is on its way."""
+    check_slots(frame, slots, num_slots, seen)
+    return slots if isinstance(slots, range) else array("q", slots.tolist())
 
 
 def check_layers(frame: int, payload: Sequence[memoryview], num_layers: int) -> None:

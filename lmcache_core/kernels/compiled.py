@@ -62,11 +62,23 @@ def native_checksum(memory: memoryview) -> int | None:
         return int(library.lmck_checksum(buffers.addresses[0], buffers.nbytes[0]))
 
 
+def planes_of(layout: PagedLayout) -> list[list[tuple[int, int, int, int]]]:
+    """Of each layer one or two of (base address, head, block and slot stride in bytes)."""
+    nbytes = layout.content.item_nbytes
+    planes = []
+    for layer in layout.layers:
+        table = []
+        for plane in layer:
+            heads, blocks, slots, _ = plane.tensor.stride()
+            table.append((plane.tensor.data_ptr(), heads * nbytes, blocks * nbytes, slots * nbytes))
+        planes.append(table)
+    return planes
+
+
 class NativeCopy:
     """Rows `[layer][head][slot]` of memory given by address and strides, moved by the compiled kernels.
 
-    `planes[layer]` are one or two of (base address, head, block and slot stride in bytes). The memory is the
-    caller's to keep.
+    `planes` are as `planes_of` has them. The memory is the caller's to keep.
     """
 
     def __init__(
@@ -192,22 +204,14 @@ class CompiledMover:
     """What `PagedKV` runs on where the compiled kernels are installed."""
 
     def __init__(self, library: ctypes.CDLL, layout: PagedLayout, threads: int) -> None:
-        nbytes = layout.content.item_nbytes
-        planes = []
-        for layer in layout.layers:
-            table = []
-            for plane in layer:
-                heads, blocks, slots, _ = plane.tensor.stride()
-                table.append((plane.tensor.data_ptr(), heads * nbytes, blocks * nbytes, slots * nbytes))
-            planes.append(table)
         self._layout = layout  # keeps the memory alive
         self._copy = NativeCopy(
             library,
-            planes,
+            planes_of(layout),
             num_heads=layout.num_heads,
             num_slots=layout.num_slots,
             block_slots=layout.block_slots,
-            row_nbytes=layout.layers[0][0].tensor.shape[3] * nbytes,
+            row_nbytes=layout.row_nbytes,
             threads=threads,
             narrow_dim=layout.content.dim if layout.content.narrow else 0,
         )

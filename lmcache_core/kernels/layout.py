@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from lmcache_core.errors import UnsupportedModel
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -114,6 +115,15 @@ class PagedLayout:
     @property
     def num_heads(self) -> int:
         return self.layers[0][0].tensor.shape[0]
+
+    @property
+    def row_nbytes(self) -> int:
+        """Of one token and head in a plane."""
+        return self.layers[0][0].tensor.shape[3] * self.content.item_nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0][0].tensor.device
 
     @property
     def block_slots(self) -> int:
@@ -214,8 +224,8 @@ def _check_alike(tensors: Sequence[Tensor], axes: str) -> None:
             )
         if tensor.dtype != first.dtype:
             raise UnsupportedModel(f"tensor {index} has dtype {tensor.dtype}, the first {first.dtype}")
-        if tensor.device.type != "cpu":
-            raise UnsupportedModel(f"tensor {index} is on {tensor.device}; only cpu tensors are supported")
+        if tensor.device != first.device:
+            raise UnsupportedModel(f"tensor {index} is on {tensor.device}, the first on {first.device}")
 
 
 def _plane(tensor: Tensor, layer: int, column: int) -> Plane:

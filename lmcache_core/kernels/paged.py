@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from lmcache_core.errors import UnsupportedModel
 from lmcache_core.kernels.compiled import CompiledMover, native_library
+from lmcache_core.kernels.device import Device, cuda_device
+from lmcache_core.kernels.layers import PagedLayers
 from lmcache_core.kernels.layout import PagedLayout, blocks_layout, pairs_layout
 from lmcache_core.kernels.narrow import NarrowingMover
 from lmcache_core.kernels.reference import ReferenceMover
+from lmcache_core.kernels.staging import StagedMover, Staging
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +42,10 @@ class PagedKV:
     is stored as float8 with a scale for each K and V of a token and head: half the bytes, less precision.
     The tensors' memory must stay what it is while this lives: build one anew when a cache grows.
     One object may be used by several threads as far as their slots and payloads don't overlap.
+
+    KV on a CUDA device goes through staging memory for two layers a direction (lmcache_core.kernels.staging),
+    its kernels on torch's current stream; slots are given on the host. A move returns when the payload has
+    been written, or read; what torch queues next sees what was scattered. `DeviceError`: CUDA failed.
     """
 
     def __init__(self, layout: PagedLayout, *, threads: int = 1, narrow: bool = False) -> None:
@@ -44,9 +53,12 @@ class PagedKV:
         self._layout = layout
         if narrow:
             layout = replace(layout, content=replace(layout.content, narrow=True))
-        library = native_library()
+        device, library = device_of(layout), native_library()
+        self._staging = None if device is None else Staging(device, layout)
         self._mover: Mover
-        if library is not None:
+        if self._staging is not None:
+            self._mover = StagedMover(self._staging, range(layout.num_layers))
+        elif library is not None:
             self._mover = CompiledMover(library, layout, threads)
         else:
             self._mover = NarrowingMover(layout) if narrow else ReferenceMover(layout)
@@ -100,7 +112,24 @@ class PagedKV:
 
     def layer(self, index: int) -> PagedKV:
         """The same KV, of one layer: for moves a layer at a time. Its payloads have one view."""
-        return self._make(replace(self._layout, layers=[self._layout.layers[index]]))
+        layout = replace(self._layout, layers=[self._layout.layers[index]])
+        if not isinstance(self._mover, StagedMover):
+            return self._make(layout)
+        one = copy.copy(self)  # the staging is shared
+        one._layout, one.num_layers = layout, 1
+        one._mover = StagedMover(self._mover.staging, [self._mover.layers[index]])
+        return one
+
+    def by_layer(self, slots: Slots, *, stream: int | None = None) -> PagedLayers:
+        """A request's KV on a device, for `store_layers` and `retrieve_layers`: see `PagedLayers`.
+
+        Raises:
+            ValueError: a slot is out of bounds or named twice, or the KV is on the host, where
+                `layer(i).gather` and `.scatter` do the same.
+        """
+        if self._staging is None:
+            raise ValueError("by_layer is for KV on a device; on the host use layer(i).gather and .scatter")
+        return PagedLayers(self._staging, slots, stream=stream)
 
     def gather(self, slots: Slots, payload: Payload) -> None:
         """Copies the KV in `slots[i]` to token i of `payload`, for all layers.
@@ -133,3 +162,23 @@ class PagedKV:
             ValueError: as `scatter`; nothing was written.
         """
         self._mover.move(frames, gathering=False)
+
+
+def device_of(layout: PagedLayout) -> Device | None:
+    """What moves the layout's KV where it isn't on the host.
+
+    Raises:
+        UnsupportedModel: nothing here can, or it is to be narrowed, which is done on the host alone.
+    """
+    where = layout.device
+    if where.type == "cpu":
+        return None
+    if layout.content.narrow:
+        raise UnsupportedModel(f"the KV is on {where}; only KV on the host can be narrowed")
+    device = cuda_device(where.index) if where.type == "cuda" else None
+    if device is None:
+        raise UnsupportedModel(
+            f"the KV is on {where}: that needs CUDA and lmcache-core-kernels built with nvcc "
+            "(`python -m lmcache_core_kernels` says what is there)"
+        )
+    return device

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from itertools import count
 from typing import TYPE_CHECKING
 
-from lmcache_core.kernels.checks import (
-    bad_segment,
-    bad_slot,
-    check_index,
-    check_layers,
-    check_range,
-    slot_twice,
-)
+from lmcache_core.kernels.checks import bad_segment, check_layers, check_slots
 from lmcache_core.kernels.layout import PagedLayout, Plane
 
 if TYPE_CHECKING:
@@ -45,7 +37,7 @@ class ReferenceMover:
         with torch.inference_mode():
             seen: set[int] | None = None if gathering else set()
             for frame, (slots, payload) in enumerate(frames):
-                self._check_slots(frame, slots, seen)
+                check_slots(frame, slots, self._layout.num_slots, seen)
                 self._check_payload(frame, payload, len(slots), written=gathering)
             for slots, payload in frames:
                 if isinstance(slots, range):
@@ -124,25 +116,6 @@ class ReferenceMover:
         block_slots = self._layout.block_slots
         rows = slots // block_slots * block_rows + slots % block_slots * place_rows
         return (torch.arange(self._layout.num_heads).unsqueeze(1) * head_rows + rows).flatten()
-
-    def _check_slots(self, frame: int, slots: range | Tensor, seen: set[int] | None) -> None:
-        """`seen` collects the slots of a scatter, to find one that is named twice."""
-        num_slots = self._layout.num_slots
-        if isinstance(slots, range):
-            check_range(slots, num_slots)
-        else:
-            check_index(slots)
-            low, high = (int(bound) for bound in slots.aminmax())
-            if low < -1 or high >= num_slots:
-                token = next(i for i, slot in enumerate(slots.tolist()) if not -1 <= slot < num_slots)
-                raise bad_slot(frame, token, int(slots[token]), num_slots)
-        if seen is None:
-            return
-        for token, slot in zip(count(), slots if isinstance(slots, range) else slots.tolist()):
-            if slot in seen:
-                raise slot_twice(frame, token, slot)
-            if slot >= 0:
-                seen.add(slot)
 
     def _check_payload(
         self, frame: int, payload: Sequence[memoryview], num_tokens: int, *, written: bool

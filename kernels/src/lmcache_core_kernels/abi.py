@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lmcache_core_kernels
 
-ABI = 1
+ABI = 2
 """What this module was written for; a library of another number is refused."""
 
 
@@ -141,3 +141,23 @@ def declare_device(library: ctypes.CDLL) -> None:
     layout, frame, fault = ctypes.POINTER(Layout), ctypes.POINTER(Frame), ctypes.POINTER(Fault)
     for move in (library.lmck_device_gather, library.lmck_device_scatter):
         move.argtypes = [layout, frame, ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64, fault]
+    address, nbytes, number = ctypes.c_uint64, ctypes.c_int64, ctypes.POINTER(ctypes.c_uint64)
+    flag = ctypes.POINTER(ctypes.c_int32)
+    for name, arguments in {
+        "device_current": [flag],
+        "host_register": [address, nbytes],
+        "host_unregister": [address],
+        "device_allocate": [nbytes, number],
+        "device_free": [address],
+        "stream_create": [number],
+        "stream_destroy": [address],
+        "stream_follow": [address, address],
+        "stream_drain": [address],
+        "event_create": [number],
+        "event_destroy": [address],
+        "event_record": [address, address],
+        "event_query": [address, flag],
+        "event_wait": [address],
+        "copy_rows": [address, nbytes, address, nbytes, nbytes, nbytes, address],
+    }.items():
+        getattr(library, f"lmck_{name}").argtypes = arguments
