@@ -4,7 +4,8 @@
 #   kernels/gpu_check.sh [OUTPUT]     OUTPUT: also keep what it prints, such as benchmarks/results/kernels_gpu.md
 #
 # Builds for sm_90, runs the host twin of the device's body, then the matrix of layouts against the reference with
-# fresh data and poisoned outputs, a small one under compute-sanitizer, and prints rates beside plain copies.
+# fresh data and poisoned outputs, a small one under compute-sanitizer, then layers through the staged copies and
+# registered memory, and prints rates beside plain copies. Where torch finds the GPU, it also runs gpu/staged.py.
 # Without a GPU it stops after the twin, says so, and succeeds: it builds, and its index arithmetic is right.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -12,7 +13,7 @@ cd "$(dirname "$0")"
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 
-nvcc -arch=sm_90 -std=c++17 -O3 -Iinclude -DLMCK_BUILT_FOR='"sm_90"' csrc/device.cu gpu/check.cu -o "$build/check"
+nvcc -arch=sm_90 -std=c++17 -O3 -Iinclude -DLMCK_BUILT_FOR='"sm_90"' csrc/device.cu csrc/runtime.cu gpu/check.cu -o "$build/check"
 echo "built for sm_90 by $(nvcc --version | grep -o 'release [0-9.]*')"
 
 compile() { g++ -std=c++17 -O2 -fPIC -Iinclude -Icsrc -isystem third_party/xxhash -w "$@"; }
@@ -36,4 +37,15 @@ if command -v compute-sanitizer > /dev/null; then
 else
   echo "compute-sanitizer is not there: left out"
 fi
+"$build/check" staged "$RANDOM"
 "$build/check" rates
+if python3 -c 'import sys, torch, lmcache_core; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then
+  mkdir "$build/lmcache_core_kernels"
+  cp src/lmcache_core_kernels/*.py "$build/lmcache_core_kernels/"
+  cp "$build/libhost.so" "$build/lmcache_core_kernels/liblmcache_core_kernels.so"
+  nvcc -arch=sm_90 -std=c++17 -O3 -Iinclude -DLMCK_BUILT_FOR='"sm_90"' -Xcompiler -fPIC -shared \
+    csrc/device.cu csrc/runtime.cu -o "$build/lmcache_core_kernels/liblmcache_core_kernels_cuda.so"
+  PYTHONPATH="$build:..:${PYTHONPATH:-}" python3 gpu/staged.py "$RANDOM"
+else
+  echo "no torch with CUDA, or no lmcache_core, in this python3: gpu/staged.py is left out"
+fi

@@ -23,12 +23,12 @@ class Moment:
 class LazyDevice:
     """Work waits in its stream until the host waits for a moment that needs it; nothing else runs it.
 
-    But for greedy streams: the engine's where `engine_greedy` is set, all others where `ours_greedy` is. Those
-    run at once whatever no event holds back. So work runs as late as it can, or as early; with both set, it is
-    a device that does at once what it is told. Fresh memory is poisoned, and poisoned again when freed.
+    But for greedy streams, the engine's with `engine_greedy` and all others with `ours_greedy`: what no event
+    holds back there runs at once. So work runs as late as it can, or as early; with both set, it is a device
+    that does at once what it is told. Fresh memory is poisoned, and poisoned again when freed.
 
-    `ignored` drops the events that a stream follows, for tests that prove they would be missed; `failing` names
-    a method that raises, after `fail_after` good calls.
+    `ignored` drops the events that a stream follows, for tests that prove they would be missed; `failing`
+    names a method that raises, after `fail_after` good calls.
     """
 
     def __init__(
@@ -178,14 +178,17 @@ class LazyDevice:
 
     def _run(self, stream: int, until: Moment | None) -> None:
         queue = self._queues[stream]
-        while queue:
-            step = queue.popleft()
+        while queue and not (until is not None and until.passed):
+            step = queue[0]
+            if isinstance(step, tuple) and not step[0].passed:
+                self._reach(step[0])  # by which others may run, this one too
+                continue
+            queue.popleft()
             if isinstance(step, tuple):
-                self._reach(step[0])
-            elif isinstance(step, Moment):
+                continue
+            if isinstance(step, Moment):
                 step.passed = True
-                if step is until:
-                    return
+                self._run_greedy()  # who waited for it may be quicker than what comes next here
             else:
                 step()
 

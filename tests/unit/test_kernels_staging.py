@@ -255,6 +255,19 @@ def test_staging_that_is_dropped_waits_for_its_copies_first() -> None:
     assert device.live == (0, 0, 0)
 
 
+def test_staging_that_is_closed_waits_for_the_kernels_that_read_it(device: LazyDevice) -> None:
+    layers, source = random_layers(1), random_layers(2)
+    staging, _ = staged(device, layers)
+    by_layer = PagedLayers(staging, range(20))
+    want = expected(source, list(range(20)))
+    for layer, segment in enumerate(views(want)):
+        by_layer.scatter_layer(layer, 0, 20, segment)
+    staging.close()
+    assert device.live == (0, 0, 0)
+    device.finish()
+    assert expected(layers, list(range(20))) == want
+
+
 def test_events_are_used_again_and_memory_is_let_go_as_copies_end() -> None:
     device = LazyDevice(engine_greedy=True, ours_greedy=True)
     staging, _ = staged(device, random_layers(1))
