@@ -50,6 +50,7 @@ class LazyDevice:
         self._memory: dict[int, ctypes.Array[ctypes.c_uint64]] = {}
         self._next_handle = 10
         self.waits: list[str] = []
+        self.num_kernels_run = 0
 
     @property
     def live(self) -> tuple[int, int, int]:
@@ -159,6 +160,7 @@ class LazyDevice:
 
         def work() -> None:
             assert kept
+            self.num_kernels_run += 1
             num_bad_slots = ctypes.c_int64()  # poisoned slots are bad ones: skipped, as a GPU does
             assert move(layout, frame, num_bad_slots) == abi.OK
 

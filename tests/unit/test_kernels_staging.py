@@ -173,6 +173,18 @@ def test_only_the_copies_that_matter_are_waited_for() -> None:
     assert device.waits == ["wait"]
 
 
+def test_two_layers_are_on_the_device_while_their_copies_are_late_and_the_third_waits() -> None:
+    device = LazyDevice(engine_greedy=True)
+    staging, _ = staged(device, random_layers(1), staging_tokens=64)
+    layers = PagedLayers(staging, range(20))
+    segments = room_for(20)
+    for layer in (0, 1, 0):
+        layers.gather_layer(layer, 0, 20, segments[layer])
+    assert device.num_kernels_run == 2
+    staging.wait(gathering=True)
+    assert device.num_kernels_run == 3
+
+
 def test_slots_and_payloads_that_do_not_fit_are_refused_before_anything_is_queued() -> None:
     device = LazyDevice(engine_greedy=True, ours_greedy=True)
     layers = random_layers(1)
