@@ -31,18 +31,22 @@ class PagedLayers:
         self._stream = staging.device.current_stream() if stream is None else stream
 
     def gather_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
-        """Raises:
-        ValueError: the tokens or the segment don't fit.
-        DeviceError: the device failed; the segment's contents are unknown.
+        """Queues the copy of a layer's KV to `segment`; with the last layer, waits for all of them.
+
+        Raises:
+            ValueError: the tokens or the segment don't fit.
+            DeviceError: the device failed; the segment's contents are unknown.
         """
         self._move(layer, first_token, num_tokens, segment, gathering=True)
         if layer == self._staging.layout.num_layers - 1:
             self._staging.wait(gathering=True)  # whoever commits the frame does so next
 
     def scatter_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
-        """Raises:
-        ValueError: the tokens or the segment don't fit.
-        DeviceError: the device failed; the KV's contents are unknown.
+        """Queues the copy of `segment` to a layer's KV, before what the engine queues next.
+
+        Raises:
+            ValueError: the tokens or the segment don't fit.
+            DeviceError: the device failed; the KV's contents are unknown.
         """
         self._move(layer, first_token, num_tokens, segment, gathering=False)
 

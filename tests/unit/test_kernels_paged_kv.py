@@ -427,7 +427,7 @@ UNFIT: list[tuple[str, Callable[[], object], str]] = [
     (
         "another device",
         lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4, device="meta")]] * 2),
-        "on meta; only cpu",
+        "on meta: that needs CUDA",
     ),
     (
         "tensors that hold nothing",
