@@ -64,6 +64,9 @@ class LeavesTheEndOfALongerValue(MemoryBackend):
         "deleting_makes_room_again",
         "a_range_past_the_end_is_never_ok",
         "leases_and_holds_return_to_zero",
+        "nothing_survives_close",
+        "calls_that_succeed_leave_nothing_behind",
+        "calls_that_end_badly_take_nothing_from_later_ones",
     ),
 )
 class LosesAValueWhenItIsReadTwice(MemoryBackend):
@@ -173,6 +176,7 @@ class InsistsOnExactViews(MemoryBackend):
     also=(
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
         "each_item_is_settled_under_its_own_index",
+        "a_store_of_many_values_holds_counts_and_lists_all_of_them",
     ),
 )
 class SaysNoLength(MemoryBackend):
@@ -251,7 +255,10 @@ class NeedsAFirstItem(MemoryBackend):
 
 @breaks(
     "a_batch_of_the_maximum_number_of_items_is_taken",
-    also=("a_batch_of_the_declared_maximum_is_taken_by_every_operation",),
+    also=(
+        "a_batch_of_the_declared_maximum_is_taken_by_every_operation",
+        "a_store_of_many_values_holds_counts_and_lists_all_of_them",
+    ),
 )
 class ForgetsItemsAfterTheTwentieth(MemoryBackend):
     def put_many(self, items: Sequence[Item], call: Call) -> None:
