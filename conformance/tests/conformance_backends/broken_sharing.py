@@ -136,7 +136,7 @@ class SharesABounceBuffer(MemoryBackend):
         return self.bounce
 
 
-@breaks("an_overwrite_is_seen_whole_by_readers", also=RACES)
+@breaks("an_overwrite_is_seen_whole_by_readers", also=(*RACES, "nothing_survives_close"))
 class OverwritesInPlace(MemoryBackend):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
