@@ -34,7 +34,6 @@ from lmcache_core.storage.contract import (
 )
 
 _TEMPORARY = ".writing-"
-_OWNER = ".owner"
 _BLOCK = 4096
 
 
@@ -120,7 +119,7 @@ class FileBackend(Backend[FileConfig]):
 
     def take(self) -> None:
         """Makes this the only one that uses the directory, until it is closed or its process ends."""
-        self.owner = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT, 0o600)
+        self.owner = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self.owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
