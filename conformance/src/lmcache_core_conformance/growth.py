@@ -17,6 +17,8 @@ _WINDOWS = 6
 """The first fills what is filled once; each of the others has to grow for a leak."""
 _ROUNDS = 32
 """Rounds of the first two windows; each of the others has twice as many as the one before."""
+_CLEAN_WINDOWS = 2
+"""One could be luck: what something else gives back meanwhile hides a leak."""
 _ROUNDS_A_HANDLE = 32
 """A descriptor or thread left once in so many rounds is a leak."""
 _THREADS_END_S = 2.0
@@ -32,7 +34,7 @@ def handles() -> dict[str, int]:
 
 
 def check_no_growth(work: Callable[[], None], what: str, *, nbytes: int | None = None) -> None:
-    """Repeats `work` in windows that grow, until one of them left nothing behind.
+    """Repeats `work` in windows that grow, until two of them left nothing behind.
 
     A pool, cache or log of bounded length fills, and then is no larger: what goes on growing as the calls do
     is a leak. `nbytes` is what one round stores: half of it kept each time is one, too.
@@ -42,7 +44,7 @@ def check_no_growth(work: Callable[[], None], what: str, *, nbytes: int | None =
             stores, or now and then a descriptor or thread.
     """
     grown: dict[str, int] = {}
-    rounds = _ROUNDS
+    rounds, clean = _ROUNDS, 0
     _let_threads_end()
     gc.freeze()  # what was there before is not looked through: each collection is quick
     try:
@@ -55,11 +57,14 @@ def check_no_growth(work: Callable[[], None], what: str, *, nbytes: int | None =
                 least = _least_of_a_leak(rounds, nbytes)
                 growth = {name: after[name] - before[name] for name in grown or before}
                 grown = {name: count for name, count in growth.items() if count >= least[name]}
-                if not grown:
+                clean += not grown
+                if clean == _CLEAN_WINDOWS:
                     return
                 rounds *= 2
     finally:
         gc.unfreeze()
+    if not grown:
+        return
     left = " and ".join(f"{count} {name}" for name, count in grown.items())
     check(False, f"{rounds // 2} rounds of {what} leave {left}, and fewer rounds left fewer")
 
