@@ -36,12 +36,15 @@ class Slow:
 
     def __init__(self) -> None:
         self.closed = False
+        self._values: dict[str, bytes] = {}
 
     def put(self, name: str, value: memoryview) -> None:
         sum(range(100_000))
+        self._values[name] = bytes(value)
 
     def get(self, name: str, target: memoryview) -> None:
         sum(range(100_000))
+        target[:] = self._values[name]
 
     def close(self) -> None:
         self.closed = True
