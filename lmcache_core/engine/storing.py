@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from lmcache_core.engine.record import store_record
 from lmcache_core.engine.results import KVSource, LayerSource, StoreResult
 from lmcache_core.engine.shape import FrameShape
 from lmcache_core.events import Event, Stored
-from lmcache_core.frame import FrameHeader, FrameKind, Segment
 from lmcache_core.identity import Content, ModelRecord, StorageKey
 from lmcache_core.tiers import Frame, Marks, TierChain
 
@@ -114,7 +114,7 @@ class Storer:
         path = [self._model.key, *keys, *(piece.key for piece in pieces[-1:])]
         request = _Request(pieces, path, self._chain.mark(path), self._allocate_deadline_s)
         if pieces:  # the model's record is the root of its chunks; it explains misses
-            self._chain.once(self._model.key, partial(self._store_record, request))
+            store_record(self._chain, self._model, request.marks, request.deadline)
         return request
 
     def _allocate(self, piece: Piece, request: _Request) -> Frame | None:
@@ -169,22 +169,3 @@ class Storer:
         return StoreResult(
             num_tokens=request.new, num_known_tokens=request.known, num_skipped_tokens=request.skipped
         )
-
-    def _store_record(self, request: _Request) -> bool:
-        record = self._model.to_json()
-        header = FrameHeader(
-            kind=FrameKind.RECORD,
-            key=self._model.key,
-            parent=None,
-            part="",
-            content_format="model json",
-            first_token=0,
-            num_tokens=0,
-            segments=(Segment(len(record), len(record)),),
-        )
-        frame = self._chain.allocate(header, request.deadline)
-        if frame is None:
-            return False
-        with frame:
-            frame.segment(0)[:] = record
-            return self._chain.put(frame, request.marks)
