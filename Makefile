@@ -15,6 +15,10 @@ VLLM_VENV ?= .venv-vllm
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
+# The whole suite is shared out between processes, file by file (conftest.py says how many and in which order);
+# a part of it (`make test PYTEST_ARGS=tests/unit`) is run in one, and so is all of it with PYTEST_ARGS='-n 0'.
+WORKERS := --numprocesses auto --dist loadfile --no-loadscope-reorder
+
 BIN := $(VENV)/bin
 # Twice quiet: errors only. Some environments make pip warn about each link of an index.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
@@ -32,7 +36,7 @@ demo: $(VENV)/.packages $(VENV)/.kernels $(VENV)/.model
 	$(BIN)/lmcache-core demo $(DEMO_ARGS)
 
 test: $(VENV)/.packages $(VENV)/.kernels $(VENV)/.model
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.packages
 	$(VLLM_BIN)/python -m pytest tests/vllm --timeout 600 -o faulthandler_timeout=590 $(PYTEST_ARGS)

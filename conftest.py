@@ -6,7 +6,45 @@ import os
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers use every core: more threads only wait
+
+MOST_WORKERS = 8
+LONGEST = (
+    "conformance/tests/test_matrix.py",
+    "tests/integration/test_docs_publish.py",
+    "plugins/redis/tests/test_conformance.py",
+    "plugins/disk/tests/test_conformance.py",
+    "plugins/redis/tests/test_conformance_valkey.py",
+    "plugins/redis/tests/test_conformance_cluster.py",
+    "plugins/redis/tests/test_conformance_tls.py",
+    "plugins/cpu/tests/test_conformance.py",
+    "tests/integration/test_transformers_demo.py",
+    "kernels/tests/test_packaging.py",
+    "tests/faults/test_engine_interrupts.py",
+)
+"""What takes half a minute or more is begun first, so that no worker is left with it at the end."""
+
 _skipped: list[str] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many workers `-n auto` means: none for a part of the suite, which is sooner done without.
+
+    For all of it one more than there are cores, since many tests wait.
+    """
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    chosen = chosen or any(
+        config.getoption(option, None) for option in ("keyword", "markexpr", "lf", "stepwise")
+    )
+    return 0 if chosen else min(len(os.sched_getaffinity(0)) + 1, MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

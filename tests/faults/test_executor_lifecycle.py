@@ -38,7 +38,7 @@ def test_the_capabilities_that_open_narrows_are_in_force() -> None:
         Capabilities(max_batch=4, devices=frozenset({"cpu", "cuda"})),
         {"delete": True},
     ],
-    ids=str,
+    ids=["deletes", "more calls at once", "batches and devices", "no capabilities at all"],
 )
 def test_open_may_not_offer_more_than_was_declared(wide: object) -> None:
     with Scenario(is_open=False, offers=Capabilities(max_batch=4)) as scenario:

@@ -235,7 +235,7 @@ def test_more_than_one_dimension_is_refused_with_the_shape() -> None:
         "text",
         b"bytes",
         {1, 2},
-        iter([1]),
+        pytest.param(iter([1]), id="iterator"),
         7,
         None,
         array("f", [1.0]),

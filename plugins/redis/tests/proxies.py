@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from .servers import free_ports
+
 PROGRAM = Path(__file__).with_name("proxy.py")
 
 
@@ -17,8 +19,13 @@ class Proxy:
     """Stands in front of the servers with these ports, in that order."""
 
     def __init__(self, targets: Sequence[int]) -> None:
+        self.ports = free_ports(len(targets))
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *map(str, targets)],
+            [
+                sys.executable,
+                str(PROGRAM),
+                *(f"{port}:{to}" for port, to in zip(self.ports, targets, strict=True)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -26,7 +33,8 @@ class Proxy:
         atexit.register(self._end)
         self._lock = threading.Lock()  # guards the pipes: one command at a time
         assert self._process.stdout is not None
-        self.ports = [int(port) for port in self._process.stdout.readline().split()]
+        if not self._process.stdout.readline():
+            raise RuntimeError("the proxy did not start")
 
     @property
     def num_requests(self) -> int:

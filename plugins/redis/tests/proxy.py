@@ -1,9 +1,9 @@
 """A TCP proxy with faults, as a program of its own: it shares no interpreter lock with what is tested.
 
-    python proxy.py TARGET_PORT [TARGET_PORT ...]
+    python proxy.py PORT:TARGET_PORT [PORT:TARGET_PORT ...]
 
-Listens on one free port for each target and prints them in one line. Then it answers each line of its
-input with one: `fault NAME` (none: `fault -`) with `done`, `requests` with how many were sent so far,
+Listens on each of those ports for its target, and prints `ready`. Then it answers each line of its input
+with one: `fault NAME` (none: `fault -`) with `done`, `requests` with how many were sent so far,
 `links` with how many connections neither side has ended. It ends with its input.
 
 A request is what a client sends on a connection after an answer, or at first. While connections are cut
@@ -166,20 +166,19 @@ class Link:
 class Listener:
     """Takes connections for one target; a killed one refuses them."""
 
-    def __init__(self, medium: Medium, target: int) -> None:
+    def __init__(self, medium: Medium, port: int, target: int) -> None:
         self._medium = medium
+        self._port = port
         self._target = target
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.port: int = self._socket.getsockname()[1]
+        self.open()
+
+    def open(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", self._port), backlog=512)
         threading.Thread(target=self._serve, args=(self._socket,), daemon=True).start()
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def reopen(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", self.port), backlog=512)
-        threading.Thread(target=self._serve, args=(self._socket,), daemon=True).start()
 
     def _serve(self, listening: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -193,10 +192,10 @@ class Listener:
                     client.close()
 
 
-def main(targets: list[int]) -> None:
+def main(ways: list[str]) -> None:
     medium = Medium()
-    listeners = [Listener(medium, target) for target in targets]
-    print(*(listener.port for listener in listeners), flush=True)
+    listeners = [Listener(medium, *map(int, way.split(":"))) for way in ways]
+    print("ready", flush=True)
     for line in sys.stdin:
         command, _, name = line.strip().partition(" ")
         if command in ("requests", "links"):
@@ -208,10 +207,10 @@ def main(targets: list[int]) -> None:
                 listener.close()
         elif before == "killed":
             for listener in listeners:
-                listener.reopen()
+                listener.open()
         medium.set(fault)
         print("done", flush=True)
 
 
 if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]])
+    main(sys.argv[1:])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import importlib.util
+import secrets
 import shutil
 import signal
 import socket
@@ -24,6 +26,8 @@ from redis.retry import Retry
 ADMIN, ADMIN_PASSWORD = "admin", "of-the-tests"
 READY = "Ready to accept connections"
 START_S = 20.0
+FIRST_PORT, NUM_PORTS = 10_000, 22_768
+"""Below those that Linux gives to whoever asks for any."""
 
 
 def redis_binary() -> str | None:
@@ -55,11 +59,17 @@ def require(name: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listened on a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listening.getsockname()[1] for listening in sockets]
-    for listening in sockets:
-        listening.close()
+    """Ports that nobody listens on, and that the kernel gives to nobody.
+
+    One of those that it gives could be a client's before it is used, or while its server is killed.
+    """
+    ports: list[int] = []
+    with contextlib.ExitStack() as taken:
+        while len(ports) < count:
+            port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
+            with contextlib.suppress(OSError):
+                taken.enter_context(socket.create_server(("127.0.0.1", port)))
+                ports.append(port)
     return ports
 
 
