@@ -1,8 +1,11 @@
+"""What conftest.py makes of skips, and of how many processes a run takes."""
+
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,33 @@ SKIPS_AS_A_WHOLE = "import pytest\npytest.importorskip('no_such_module')\n"
 PASSES = "def test_fine(): ...\n"
 
 
+Pytest = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Pytest:
+    """Runs pytest on two modules, one of them with this source, under the rules of this repository."""
+
+    def run(source: str, *arguments: str, in_ci: str = "") -> subprocess.CompletedProcess[str]:
+        (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
+        (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\ntestpaths = .\n")
+        (tmp_path / "test_one.py").write_text(source)
+        (tmp_path / "test_two.py").write_text(PASSES)
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider", *arguments],
+            cwd=tmp_path,
+            env={**own, "CI": in_ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # the others take a second
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("workers", ["0", "2"], ids=["one process", "workers"])
 @pytest.mark.parametrize(
     ("source", "in_ci", "exit_code"),
     [
@@ -25,20 +55,21 @@ PASSES = "def test_fine(): ...\n"
     ids=["in CI", "elsewhere", "gpu in CI", "module in CI"],
 )
 def test_a_skip_fails_ci_unless_it_is_for_want_of_a_gpu(
-    tmp_path: Path, source: str, in_ci: str, exit_code: int
+    run: Pytest, source: str, in_ci: str, exit_code: int, workers: str
 ) -> None:
-    (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    (tmp_path / "test_one.py").write_text(source)
-    (tmp_path / "test_two.py").write_text(PASSES)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=tmp_path,
-        env={**os.environ, "CI": in_ci},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(source, "-n", workers, in_ci=in_ci)
     assert done.returncode == exit_code, done.stdout
     assert ("skips that CI does not allow" in done.stdout) == (exit_code == 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_workers"),
+    [([], True), (["-x"], True), (["test_two.py"], False), (["-k", "fine"], False), (["--pdb"], False)],
+    ids=str,
+)
+def test_only_a_run_of_the_whole_suite_is_shared_out(
+    run: Pytest, arguments: list[str], has_workers: bool
+) -> None:
+    done = run(PASSES, "-n", "auto", "--dist", "loadfile", *arguments)
+    assert done.returncode == 0, done.stdout
+    assert ("workers" in done.stdout) == has_workers
