@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from conformance_backends.catalogue import CATALOGUE
-from conformance_backends.judging import CORRECT, Judgement, certify, failures, judge
+from conformance_backends.judging import CORRECT, Judgement, certify, end_with_parent, failures, judge
 from lmcache_core_conformance import PROPERTIES, Report, Verdict
 
 _PROCESSES = 3  # the suite waits as long as it computes
@@ -26,7 +26,8 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[Runs]:
-    with ProcessPoolExecutor(_PROCESSES, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(_PROCESSES, spawn, initializer=end_with_parent) as pool:
         yield Runs(
             [pool.submit(certify, index) for index in range(len(CORRECT))],
             [pool.submit(judge, index) for index in range(len(CATALOGUE))],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 from dataclasses import dataclass
 
 from conformance_backends import (  # noqa: F401 (they fill the catalogue)
@@ -51,6 +53,7 @@ _SHOW_NO_NEIGHBOURS = ("performance", "endurance")
 """Groups that give figures, or make thousands of calls whatever the effort."""
 _STARTS_PROCESSES = "crash"
 """The group that costs most of all: looked through for neighbours in it alone."""
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class Judgement:
 
 def failures(report: Report) -> dict[str, str]:
     return {result.prop.name: result.reason for result in report.of(Verdict.FAILED)}
+
+
+def end_with_parent() -> None:
+    """Has the kernel end this process with the one that made it, however that ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def certify(index: int) -> Report:
