@@ -236,7 +236,7 @@ def test_closing_early_gives_everything_back(after: int, capabilities: Capabilit
 def test_memory_of_a_read_that_hangs_is_set_aside_until_the_store_lets_go() -> None:
     controls = Controls()
     controls.capabilities = RANGED
-    with build(controls, remote(deadline=0.2)) as engine:
+    with build(controls, remote(deadline=1)) as engine:
         store(engine, TOKENS)
         settle(engine)
         inside = controls.hang("get")

@@ -14,9 +14,9 @@ from .servers import require
 from .sites import Site
 from .tiers import Tier, fresh_namespace, tier_on
 
-DEADLINE_S = 0.4
+DEADLINE_S = 0.8
 SEGMENTS = (60_000, 100_000)  # more than the proxy lets through before it cuts
-TRIES = 3
+TRIES = 5
 SILENT = ("stalled", "partitioned", "frozen", "killed")
 CUTTING = ("reset", "half-closed")
 """What cuts large values only."""

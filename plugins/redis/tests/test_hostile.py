@@ -26,7 +26,7 @@ from .servers import require
 from .sites import Site
 from .tiers import Tier, fresh_namespace, tier_on
 
-DEADLINE_S = 0.5
+DEADLINE_S = 1.0
 NBYTES = 60_000
 VERSION = b"v" * 16
 MANY_NBYTES = 32 << 20
