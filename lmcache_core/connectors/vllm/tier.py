@@ -108,9 +108,9 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._ask_s = float(settings.deadline)
         self._job_s = float(settings.job_deadline)
         self._loads = JobQueue(
-            "lmcache-vllm-load", self._load, num_threads=NUM_LOAD_THREADS, limit=settings.queue
+            "lmcache-vllm-load", self._load, num_threads=NUM_LOAD_THREADS, limit=settings.jobs
         )
-        self._stores = JobQueue("lmcache-vllm-store", self._store, num_threads=1, limit=settings.queue)
+        self._stores = JobQueue("lmcache-vllm-store", self._store, num_threads=1, limit=settings.jobs)
         self._asks = SerialThread("lmcache-vllm-ask")
         self._requests: dict[str, _Request] = {}
         self._refused: list[JobResult] = []

@@ -24,6 +24,10 @@ class TierSettings(TierConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         ByteSize,
         Meta(description="Memory for frames on their way between vLLM's CPU tier and this one."),
     ] = MemoryConfig().staging
+    jobs: Annotated[
+        int,
+        Meta(ge=1, description="Transfers each way that may wait or run. One more has failed at once."),
+    ] = 256
     job_deadline: Annotated[
         Duration,
         Meta(description="How long a transfer may take, its wait for others included; then it has failed."),

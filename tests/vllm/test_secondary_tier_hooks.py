@@ -1,0 +1,380 @@
+"""The secondary tier under vLLM's own TieringOffloadingManager, without a model: what vLLM's memory sees."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from faulty_backends import Controls, faulty
+
+import lmcache_core.engine.engine as engine_module
+from lmcache_core.errors import ConfigError, UnsupportedModel
+from lmcache_core.sdk import Capabilities
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's own, and torch's
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+    from vllm_offload_spec import CpuTieringSpec
+
+BLOCK, LAYERS, HEADS, DIM = 32, 2, 1, 32
+CHUNK_NBYTES = LAYERS * HEADS * BLOCK * 2 * DIM * 4
+PATIENCE_S = 20.0
+A, B, C, D = (make_offload_key(sha256(name).digest(), 0) for name in (b"a", b"b", b"c", b"d"))
+
+
+class Config(SimpleNamespace):
+    def to_dict(self) -> dict[str, object]:
+        return dict(vars(self))
+
+
+def manager_of(spec: CpuTieringSpec, vllm_config: object, kv_cache_config: object) -> Any:
+    """As vLLM's connector builds it: the tier finds the two configurations here."""
+    return spec.get_manager()
+
+
+class Tiering:
+    """vLLM's manager over `num_chunks` of CPU memory and one tier of ours."""
+
+    def __init__(self, model: Path, *, num_chunks: int = 2, algorithm: str = "sha256", **entry: Any) -> None:
+        engine_id = str(uuid.uuid4())
+        names = tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS))
+        hf = Config(rope_parameters={"rope_type": "default", "rope_theta": 1e4}, max_position_embeddings=99)
+        vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                model=str(model),
+                hf_config=hf,
+                hf_text_config=hf,
+                architecture="LlamaForCausalLM",
+                dtype=torch.float32,
+                quantization=None,
+                max_model_len=4096,
+                runner_type="generate",
+                is_encoder_decoder=False,
+            ),
+            cache_config=SimpleNamespace(
+                cache_dtype="auto", calculate_kv_scales=False, prefix_caching_hash_algo=algorithm
+            ),
+            parallel_config=SimpleNamespace(),
+            load_config=SimpleNamespace(load_format="auto", download_dir=None),
+            speculative_config=None,
+            lora_config=entry.pop("lora_config", None),
+            kv_transfer_config=SimpleNamespace(engine_id=engine_id),
+            compilation_config=SimpleNamespace(
+                static_forward_context={name: SimpleNamespace(isa="vec") for name in names}
+            ),
+        )
+        spec_of_group = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
+        )
+        kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec_of_group, layer_names=list(names))]
+        )
+        given = {"backend": "faulty", "capacity": "4MiB", "staging": "1MiB"}
+        tier = {key: value for key, value in {**given, **entry}.items() if value is not None}
+        config = OffloadingConfig(
+            groups=(OffloadingGroupConfig(tokens_per_block=BLOCK, layer_names=names, group_id=0),),
+            worker_kv_bytes_per_block=CHUNK_NBYTES,
+            enable_kv_cache_events=False,
+            extra_config={
+                "cpu_bytes_to_use": num_chunks * CHUNK_NBYTES,
+                "secondary_tiers": [
+                    {"type": "lmcache-core", "module_path": "lmcache_core.connectors.vllm.tier", **tier}
+                ],
+            },
+            engine_id=engine_id,
+            model=OffloadingModelConfig(name=str(model), dtype="float32"),
+            cache=OffloadingCacheConfig(tokens_per_hash=BLOCK, blocks_per_chunk=1),
+            parallel=OffloadingParallelConfig(
+                rank=0,
+                world_size=1,
+                tp_size=1,
+                pp_size=1,
+                pcp_size=1,
+                dcp_size=1,
+                data_parallel_index=0,
+                data_parallel_size=1,
+                data_parallel_rank_local=None,
+                is_parallelism_agnostic=True,
+            ),
+            kv_cache_layout="LBHNC",
+        )
+        self.shared_memory = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
+        self.manager = manager_of(CpuTieringSpec(config), vllm_config, kv_cache_config)
+        [self.tier] = self.manager.secondary_tiers
+        self._view = self.manager.primary_tier.get_kv_memoryview()
+
+    def request(self, name: str, *keys: bytes) -> ReqContext:
+        """A request whose first chunks have these keys."""
+        context = ReqContext(name)
+        for position, key in enumerate(keys, start=1):
+            context.set_offload_key_position(key, position * BLOCK)
+        self.manager.on_new_request(context)
+        return context
+
+    def row(self, chunk: int) -> bytes:
+        return bytes(self._view.cast("B")[chunk * CHUNK_NBYTES : (chunk + 1) * CHUNK_NBYTES])
+
+    def store(self, request: ReqContext, *keys: bytes) -> list[int]:
+        """vLLM computes these chunks, each full of its key's first byte, and offloads them. Their rows."""
+        prepared = self.manager.prepare_store(list(keys), request)
+        rows = [int(chunk) for chunk in prepared.store_spec.chunk_ids]
+        with self._view.cast("B") as memory:
+            for key, row in zip(prepared.keys_to_store, rows, strict=True):
+                memory[row * CHUNK_NBYTES : (row + 1) * CHUNK_NBYTES] = key[:1] * CHUNK_NBYTES
+        self.manager.complete_store(prepared.keys_to_store, request)
+        self.until_idle()
+        assert self.tier._frames.chain.flush(time.monotonic() + PATIENCE_S)
+        return rows
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Steps as vLLM does, which doesn't wait."""
+        give_up_at = time.monotonic() + PATIENCE_S
+        while not reached():
+            assert time.monotonic() < give_up_at
+            self.step()
+            os.sched_yield()
+
+    def until_idle(self) -> None:
+        self.until(lambda: not self.manager.has_pending_work())
+
+    def found(self, request: ReqContext, *keys: bytes) -> list[LookupResult]:
+        """What vLLM is told in the end."""
+        answers: list[LookupResult] = []
+
+        def settled() -> bool:
+            answers[:] = [self.manager.lookup(key, request) for key in keys]
+            return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & {*answers}
+
+        self.until(settled)
+        return answers
+
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+
+
+@pytest.fixture
+def controls(monkeypatch: pytest.MonkeyPatch) -> Controls:
+    controls = Controls()
+    monkeypatch.setattr(engine_module, "discover", lambda: faulty(controls))
+    return controls
+
+
+@pytest.fixture
+def build(model: Path, controls: Controls) -> Iterator[Callable[..., Tiering]]:
+    """Makes `Tiering`s, and shuts them down."""
+    built: list[Tiering] = []
+
+    def make(**options: Any) -> Tiering:
+        built.append(Tiering(model, **options))
+        return built[-1]
+
+    yield make
+    for op in list(controls.gates):
+        controls.let_go(op)
+    for tiering in built:
+        tiering._view.release()
+        tiering.manager.shutdown()
+        assert not tiering.shared_memory.exists()
+
+
+def test_what_leaves_the_cpu_comes_back_as_it_was(build: Callable[..., Tiering]) -> None:
+    tiering = build()
+    tiering.store(tiering.request("1", A, B), A, B)
+    tiering.store(tiering.request("2", C, D), C, D)  # A and B leave vLLM's memory
+    request = tiering.request("3", A, B)
+    assert tiering.found(request, A, B) == [HIT, HIT]
+    rows = tiering.manager.prepare_load([A, B], request).chunk_ids
+    assert [tiering.row(int(row)) for row in rows] == [key[:1] * CHUNK_NBYTES for key in (A, B)]
+
+
+def test_a_late_load_never_lands_in_a_slot_that_was_reused(
+    build: Callable[..., Tiering], controls: Controls
+) -> None:
+    tiering = build(num_chunks=1, deadline="60s", job_deadline="100ms")
+    tiering.store(tiering.request("1", A), A)
+    tiering.store(tiering.request("2", B), B)
+    inside = controls.hang("get")
+    assert tiering.found(tiering.request("3", A), A) == [MISS]
+    assert inside.wait(PATIENCE_S)
+    [row] = tiering.store(tiering.request("4", C), C)
+    controls.let_go("get")
+    tiering.tier._loads.close(time.monotonic() + PATIENCE_S)  # its threads have read A, and verified it
+    assert tiering.tier._frames.chain.pool.stats().leases == 0
+    assert tiering.row(row) == C[:1] * CHUNK_NBYTES
+
+
+def test_a_load_that_fails_is_a_miss_for_its_request_and_another_may_try(
+    build: Callable[..., Tiering], controls: Controls
+) -> None:
+    tiering = build()
+    tiering.store(tiering.request("1", A, B), A, B)
+    tiering.store(tiering.request("2", C, D), C, D)
+    controls.fail = lambda op, key: op == "get"
+    request = tiering.request("3", A)
+    assert tiering.found(request, A) == [MISS]
+    controls.fail = lambda op, key: False
+    assert tiering.manager.lookup(A, request) is MISS
+    assert tiering.found(tiering.request("4", A), A) == [HIT]
+
+
+def test_of_a_damaged_load_what_came_before_counts(build: Callable[..., Tiering], controls: Controls) -> None:
+    tiering = build(num_chunks=3)
+    tiering.store(tiering.request("1", A, B, C), A, B, C)
+    name = tiering.tier._frames.names([B[:-4]])[0]
+    value, parent = controls.values[name]
+    controls.values[name] = (value[:-1] + bytes([value[-1] ^ 1]), parent)
+    others = [make_offload_key(sha256(bytes([i])).digest(), 0) for i in range(3)]
+    tiering.store(tiering.request("2", *others), *others)
+    assert tiering.found(tiering.request("3", A, B, C), A, B, C)[:2] == [HIT, MISS]
+    assert tiering.found(tiering.request("4", B), B) == [MISS]
+
+
+def test_a_reset_waits_for_no_store_and_starts_anew(
+    build: Callable[..., Tiering], controls: Controls
+) -> None:
+    tiering = build()
+    tiering.store(tiering.request("1", A, B), A, B)
+    tiering.store(tiering.request("2", C, D), C, D)
+    inside = controls.hang("get")
+    request = tiering.request("3", A)
+    tiering.manager.lookup(A, request)
+    tiering.step()
+    assert inside.wait(PATIENCE_S)
+    tiering.manager.reset_cache()
+    assert not tiering.manager.has_pending_work()
+    controls.let_go("get")
+    assert tiering.found(tiering.request("4", A), A) == [MISS]
+
+
+@pytest.mark.timeout(30)
+def test_a_shutdown_waits_for_no_backend(build: Callable[..., Tiering], controls: Controls) -> None:
+    tiering = build(deadline="60s")
+    tiering.store(tiering.request("1", A, B), A, B)
+    tiering.store(tiering.request("2", C, D), C, D)
+    inside = controls.hang("get")
+    tiering.manager.lookup(A, tiering.request("3", A))
+    tiering.step()
+    assert inside.wait(PATIENCE_S)
+    tiering.tier.shutdown()
+    tiering.tier.shutdown()
+
+
+def test_more_transfers_than_may_wait_fail_at_once(build: Callable[..., Tiering], controls: Controls) -> None:
+    tiering = build(jobs=1, deadline="60s", job_deadline="60s")
+    tiering.store(tiering.request("1", A, B), A, B)
+    tiering.store(tiering.request("2", C, D), C, D)
+    inside = controls.hang("get")
+    waiting = tiering.request("3", A)
+    tiering.manager.lookup(A, waiting)
+    tiering.step()
+    assert inside.wait(PATIENCE_S)
+    assert tiering.found(tiering.request("4", B), B) == [MISS]
+    controls.let_go("get")
+    assert tiering.found(waiting, A) == [HIT]
+
+
+def shared() -> Capabilities:
+    return Capabilities(medium="network", delete=True, shared=True, persistent=True, max_in_flight=2)
+
+
+def test_a_shared_store_is_asked_behind_the_scheduler(
+    build: Callable[..., Tiering], controls: Controls
+) -> None:
+    controls.capabilities = shared()
+    writer = build()
+    writer.store(writer.request("1", A, B), A, B)
+    reader = build()
+    inside = controls.hang("stat")
+    request = reader.request("2", A, B, C)
+    assert [reader.manager.lookup(key, request) for key in (A, B, C)] == [RETRY] * 3
+    reader.step()
+    assert inside.wait(PATIENCE_S)
+    assert reader.manager.lookup(A, request) is RETRY
+    controls.let_go("stat")
+    assert reader.found(request, A, B, C) == [HIT, HIT, MISS]
+    assert controls.calls["stat"] < 3, "one question for all of them"
+
+
+def test_a_shared_store_that_gives_no_answer_is_a_miss(
+    build: Callable[..., Tiering], controls: Controls
+) -> None:
+    controls.capabilities = shared()
+    tiering = build(deadline="100ms")
+    controls.hang("stat")
+    assert tiering.found(tiering.request("1", A), A) == [MISS]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"capcity": "1GiB"}, "capacity"),
+        ({"backend": None}, "backend"),
+        ({"backend": "dsik"}, "dsik"),
+        ({"capacity": None}, "capacity"),
+        ({"capacity": "8KiB"}, "capacity"),
+        ({"staging": "much"}, "staging"),
+        ({"options": {"path": 3}}, "path"),
+        ({"promote": "always"}, "promote"),
+        ({"write": "never"}, "write"),
+        ({"locality": "HERE"}, "locality"),
+    ],
+)
+def test_an_entry_that_cannot_work_is_one_error_at_the_start(
+    model: Path, controls: Controls, entry: dict[str, object], said: str
+) -> None:
+    before = set(Path("/dev/shm").glob("vllm_offload_*"))
+    with pytest.raises(ConfigError, match=said):
+        Tiering(model, **entry)
+    assert set(Path("/dev/shm").glob("vllm_offload_*")) <= before
+
+
+def test_hashes_with_a_random_seed_are_refused_by_what_outlives_the_process(
+    model: Path, build: Callable[..., Tiering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED"):
+        Tiering(model, algorithm="xxhash")
+    in_memory = build(algorithm="xxhash", backend="cpu")
+    in_memory.store(in_memory.request("1", A), A)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    build(algorithm="xxhash")
+
+
+def test_a_change_of_the_scheme_or_the_seed_changes_every_name(
+    build: Callable[..., Tiering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name(**options: Any) -> str:
+        return build(**options).tier._frames.names([A[:-4]])[0]
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    names = [name(), name(algorithm="sha256_cbor")]
+    assert name() == names[0]
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        names.append(name())
+    assert len(set(names)) == 4
+
+
+def test_adapters_are_refused(model: Path, controls: Controls) -> None:
+    with pytest.raises(UnsupportedModel, match="path"):
+        Tiering(model, lora_config=SimpleNamespace())
