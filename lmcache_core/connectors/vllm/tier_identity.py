@@ -71,7 +71,7 @@ def engine_configs(engine_id: str) -> tuple[Any, Any]:
         transfer = getattr(vllm_config, "kv_transfer_config", None)
         if kv_cache_config is not None and getattr(transfer, "engine_id", None) == engine_id:
             return vllm_config, kv_cache_config
-    raise UnsupportedModel(f"vLLM {vllm_version()} doesn't say for which model it builds its tiers")
+    raise UnsupportedModel("this vLLM doesn't say for which model it builds its tiers")
 
 
 def _chunk_part(spec: Any, vllm_config: Any, row_nbytes: int, chunk_tokens: int) -> Part:
