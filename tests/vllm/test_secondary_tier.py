@@ -148,6 +148,28 @@ def test_a_tier_smaller_than_the_prompts_stays_within_its_bound(
             assert occupied <= capacity
 
 
+def test_two_ranks_share_a_tier_and_nothing_with_one_rank(
+    model: Path, log: Path, folder: Path, expected: list[list[int]]
+) -> None:
+    copy = folder.with_name("ranks")
+    shutil.copytree(folder, copy)
+    transfer = on_disk(copy)
+    extra = transfer["kv_connector_extra_config"]
+    assert isinstance(extra, dict)
+    extra["blocks_per_chunk"] = 2
+    with Engine(
+        model,
+        log,
+        kv_transfer_config=transfer,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        tensor_parallel_size=2,
+    ) as engine:
+        cold, warm = ask(engine), ask(engine)
+    assert said(cold) == said(warm) == expected
+    assert cached(cold) == [0] * len(PROMPTS)
+    assert cached(warm) == [len(prompt.tokens) // 256 * 256 for prompt in PROMPTS]
+
+
 @pytest.fixture(scope="module")
 def faulty(model: Path, log: Path) -> Iterator[Engine]:
     """A tier that obeys the test."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import uuid
@@ -31,6 +32,7 @@ with warnings.catch_warnings():
         OffloadingModelConfig,
         OffloadingParallelConfig,
     )
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
     from vllm_offload_spec import CpuTieringSpec
 
 BLOCK, LAYERS, HEADS, DIM = 32, 2, 1, 32
@@ -138,7 +140,8 @@ class Tiering:
         with self._view.cast("B") as memory:
             for key, row in zip(prepared.keys_to_store, rows, strict=True):
                 memory[row * CHUNK_NBYTES : (row + 1) * CHUNK_NBYTES] = key[:1] * CHUNK_NBYTES
-        self.manager.complete_store(prepared.keys_to_store, request)
+        if rows:
+            self.manager.complete_store(prepared.keys_to_store, request)
         self.until_idle()
         assert self.tier._frames.chain.flush(time.monotonic() + PATIENCE_S)
         return rows
@@ -291,6 +294,54 @@ def test_more_transfers_than_may_wait_fail_at_once(build: Callable[..., Tiering]
     assert tiering.found(tiering.request("4", B), B) == [MISS]
     controls.let_go("get")
     assert tiering.found(waiting, A) == [HIT]
+
+
+def test_a_store_that_fails_is_a_miss_later(build: Callable[..., Tiering], controls: Controls) -> None:
+    tiering = build()
+    controls.fail = lambda op, key: op == "put"
+    tiering.store(tiering.request("1", A, B), A, B)
+    tiering.store(tiering.request("2", C, D), C, D)
+    assert tiering.found(tiering.request("3", A), A) == [MISS]
+    assert tiering.tier._frames.chain.pool.stats().leases == 0
+
+
+def test_a_finished_request_leaves_nothing_behind(build: Callable[..., Tiering]) -> None:
+    tiering = build()
+    for number in range(20):
+        keys = (A, B) if number % 2 else (C, D)
+        request = tiering.request(str(number), *keys)
+        tiering.found(request, *keys)
+        tiering.store(request, *keys)
+        tiering.manager.on_request_finished(request)
+    tiering.until_idle()
+    assert not tiering.tier._requests
+    assert not tiering.tier._loads._open
+    assert not tiering.tier._stores._open
+    assert tiering.tier._frames.chain.pool.stats().leases == 0
+
+
+def test_a_transfer_that_is_not_understood_fails_and_is_not_asked_for_again(
+    build: Callable[..., Tiering], caplog: pytest.LogCaptureFixture
+) -> None:
+    tiering = build()
+    tiering.store(tiering.request("1", A, B), A, B)
+    tiering.store(tiering.request("2", C, D), C, D)
+    placeless = tiering.request("3")
+    assert tiering.found(placeless, A) == [MISS]
+    assert "can't be done" in caplog.text
+    assert tiering.found(tiering.request("4", A), A) == [HIT]
+
+
+def test_every_hook_takes_what_the_installed_vllm_gives() -> None:
+    from lmcache_core.connectors.vllm.tier import SecondaryTier
+
+    for name, hook in inspect.getmembers(SecondaryTierManager, inspect.isfunction):
+        ours = getattr(SecondaryTier, name)
+        if ours is not hook and name != "__init__":
+            assert [*inspect.signature(ours).parameters] == [*inspect.signature(hook).parameters], name
+    assert {*inspect.signature(SecondaryTierManager).parameters} <= {
+        *inspect.signature(SecondaryTier).parameters
+    }
 
 
 def shared() -> Capabilities:

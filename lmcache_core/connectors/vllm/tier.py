@@ -186,7 +186,9 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
             self._loads.close(started + SHUTDOWN_S / 2)
             self._asks.close()
             self._frames.close(started + SHUTDOWN_S)
-        finally:
+        finally:  # vLLM unmaps its memory next, whatever happened
+            self._loads.end_all()
+            self._stores.end_all()
             self._rows.release()
 
     # -- on threads of our own -------------------------------------------------------------------
