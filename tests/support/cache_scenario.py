@@ -6,6 +6,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,27 @@ def prompt(seed: int, num_tokens: int) -> array[int]:
     return array("i", [(seed * 7919 + 13 * i + i * i % 101) % 30_000 for i in range(num_tokens)])
 
 
+@lru_cache(1 << 10)
+def digests_of(tokens: tuple[int, ...]) -> tuple[bytes, ...]:
+    """What each token's KV depends on: itself and all before it."""
+    digests = []
+    state = b""
+    for token in tokens:
+        state = blake2b(state + int(token).to_bytes(4, "little"), digest_size=16).digest()
+        digests.append(state)
+    return tuple(digests)
+
+
+@lru_cache(1 << 14)  # of some KiB each
+def rows_of(digests: tuple[bytes, ...], layer: int) -> bytes:
+    rows = []
+    for head in range(HEADS):
+        for digest in digests:
+            row = blake2b(digest + bytes((layer, head)), digest_size=32).digest()
+            rows.append(row * (CONTENT // 32))
+    return b"".join(rows)
+
+
 class OracleKV:
     """KV of a request computed from its tokens alone: each token's bytes depend on its whole prefix.
 
@@ -36,21 +58,12 @@ class OracleKV:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._digests = []
-        state = b""
-        for token in tokens:
-            state = blake2b(state + int(token).to_bytes(4, "little"), digest_size=16).digest()
-            self._digests.append(state)
+        self._digests = digests_of(tuple(tokens))
         self.gathered: list[tuple[int, int]] = []
         self.scattered: list[tuple[int, int]] = []
 
     def expected(self, layer: int, first: int, count: int) -> bytes:
-        rows = []
-        for head in range(HEADS):
-            for i in range(first, first + count):
-                row = blake2b(self._digests[i] + bytes((layer, head)), digest_size=32).digest()
-                rows.append(row * (CONTENT // 32))
-        return b"".join(rows)
+        return rows_of(self._digests[first : first + count], layer)
 
     def gather(self, first_token: int, num_tokens: int, payload: Sequence[memoryview]) -> None:
         assert len(payload) == LAYERS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -64,5 +65,10 @@ def _alike(code: CodeType, first: int, second: int) -> bool:
 
 
 def _handler(code: CodeType, offset: int) -> int | None:
-    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
-    return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
+    return next((entry.target for entry in _entries(code) if entry.start <= offset < entry.end), None)
+
+
+@cache
+def _entries(code: CodeType) -> list[Any]:
+    """The exception table: read for every instruction that is traced, so parsed once."""
+    return list(dis._parse_exception_table(code))  # type: ignore[attr-defined]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from lmcache_core_conformance import BackendConformance
+from lmcache_core_conformance import BackendConformance, Harness
 
-from .harness import SiteHarness
+from .harness import RepeatingHarness
 from .servers import require
 from .sites import Site
 
 BINARY = require("valkey")
 
 
-class ValkeyHarness(SiteHarness):
+class ValkeyHarness(RepeatingHarness):
+    interruptions = Harness.interruptions  # pieces give calls more places to meet
+
     def __init__(self) -> None:
         super().__init__(lambda settings: Site(BINARY, settings), {"piece_bytes": 64 << 10})
 
