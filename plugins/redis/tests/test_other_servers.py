@@ -89,7 +89,7 @@ def test_a_node_that_is_silent_costs_the_items_of_the_others_nothing(
     assert len(set(nodes)) == NODES
     for silent in range(NODES):
         with cluster.servers[silent].frozen():
-            job = tier.core.submit(Operation.GET, keys, view_nbytes=len(frames[0]), deadline_s=1.0)
+            job = tier.core.submit(Operation.GET, keys, view_nbytes=len(frames[0]), deadline_s=2.0)
             assert job.wait_settled(10.0)
         for number, node in enumerate(nodes):
             status = job.outcomes[number].status

@@ -33,7 +33,7 @@ def proxy(server: Server) -> Proxy:
 
 @pytest.fixture
 def client(proxy: Proxy) -> Iterator[redis.Redis]:
-    with redis.Redis(port=proxy.ports[0], socket_timeout=0.5, retry=Retry(NoBackoff(), 0)) as client:
+    with redis.Redis(port=proxy.ports[0], socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
         client.set("key", VALUE)
         yield client
 
