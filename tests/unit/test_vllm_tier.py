@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +13,17 @@ from types import SimpleNamespace
 import pytest
 from faulty_backends import Controls, faulty
 
+from lmcache_core.config import TierConfig
 from lmcache_core.connectors.vllm.tier_frames import ChunkFrames, HostRows
 from lmcache_core.connectors.vllm.tier_identity import OffloadIdentity, engine_configs
 from lmcache_core.connectors.vllm.tier_jobs import Chunk, Job, JobQueue
-from lmcache_core.connectors.vllm.tier_settings import read_tier_settings
+from lmcache_core.connectors.vllm.tier_settings import TierSettings, read_tier_settings
 from lmcache_core.errors import ConfigError, UnsupportedModel
 from lmcache_core.identity import HostScheme, ModelRecord, Part, StorageKey
 from lmcache_core.registry import Registry, discover
+from lmcache_core.tiers import prepare_tiers
 
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
 CHUNK, LAYERS, CONTENT = 16, 3, 64
 IDENTITY = OffloadIdentity(
@@ -296,6 +301,21 @@ def test_what_vllm_decides_is_no_setting(key: str) -> None:
 def test_a_mistyped_key_is_named_with_the_right_one() -> None:
     with pytest.raises(ConfigError, match=r"stagin.*staging"):
         read_tier_settings({"backend": "disk", "stagin": "1GiB"})
+
+
+def test_the_page_lists_every_setting_with_its_default_and_its_example_works() -> None:
+    page = (ROOT / "docs/how-to/vllm-secondary-tier.md").read_text()
+    [example] = re.findall(r"--kv-transfer-config '(.*?)'\n", page, re.DOTALL)
+    [entry] = json.loads(example)["kv_connector_extra_config"]["secondary_tiers"]
+    vllm_keys = {key: entry.pop(key) for key in ("type", "module_path")}
+    assert vllm_keys == {"type": "lmcache-core", "module_path": "lmcache_core.connectors.vllm.tier"}
+    settings = read_tier_settings(entry)
+    prepare_tiers(settings.cache_config(CHUNK), discover())
+    listed = dict(re.findall(r"^\| `(\w+)` \| `?(\w+)`? \|", page, re.MULTILINE))
+    own = {*TierSettings.__struct_fields__} - {*TierConfig.__struct_fields__} | {"name"}
+    assert listed == {key: str(getattr(settings, key) or "none") for key in own}
+    inherited = {*TierConfig.__struct_fields__} - {"name", "promote", "write"}
+    assert all(f"`{key}`" in page for key in inherited)
 
 
 def test_the_configuration_is_that_of_the_engine_that_is_built() -> None:

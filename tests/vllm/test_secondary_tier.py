@@ -189,7 +189,9 @@ def test_a_tier_that_fails_one_get_in_three(faulty: Engine, expected: list[list[
     faulty.ask("fail_gets", 3)
     for _ in range(2):
         assert said(ask(faulty)) == expected
+        assert said(faulty.generate(*PROMPTS)) == expected  # at once: more than vLLM's CPU tier holds
     faulty.ask("fail_gets", 0)
+    assert said(faulty.generate(*PROMPTS)) == expected
     assert cached(ask(faulty)) == WHOLE
 
 
