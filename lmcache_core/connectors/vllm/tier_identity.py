@@ -46,6 +46,8 @@ def offload_identity(spec: Any, row_nbytes: int, fingerprint_folder: Path | None
             "one path would share it; use the LMCacheCore connector, which reads the files"
         )
     attention_spec(kv_cache_config)
+    if spec.config.kv_cache_layout is None:
+        raise UnsupportedModel("this vLLM doesn't say in which layout the KV of a block lies")
     tokens = spec.tokens_per_block[0] * spec.blocks_per_chunk
     return OffloadIdentity(
         model=model_record(vllm_config, tokens, fingerprint_folder),
