@@ -123,6 +123,18 @@ def test_a_reset_waits_for_no_store_and_starts_anew(
     assert tiering.found(tiering.request("4", A), A) == [MISS]
 
 
+def test_what_a_request_of_before_a_reset_stores_is_not_taken(build: Callable[..., Tiering]) -> None:
+    tiering = build()
+    before = tiering.request("1", A)
+    tiering.manager.reset_cache()
+    after = tiering.request("2", B)
+    tiering.store(before, A)
+    tiering.store(after, B)
+    tiering.store(tiering.request("3", C, D), C, D)
+    assert tiering.found(tiering.request("4", A), A) == [MISS]
+    assert tiering.found(tiering.request("5", B), B) == [HIT]
+
+
 @pytest.mark.timeout(30)
 def test_a_shutdown_waits_for_no_backend(build: Callable[..., Tiering], controls: Controls) -> None:
     tiering = build(deadline="60s")

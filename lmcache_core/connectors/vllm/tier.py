@@ -76,6 +76,8 @@ class _Request:
     """Of these, the ones of this step."""
     marks: Marks | None = None
     """When its first chunk was stored: it never evicts its own beginning."""
+    stale: bool = False
+    """It began before a reset: its KV may be of other weights."""
 
 
 class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
@@ -103,8 +105,12 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         identity = offload_identity(offloading_spec, self.block_size_bytes, settings.fingerprint_folder)
         self._chunk_tokens = identity.model.chunk_tokens
         self._chunk_nbytes = identity.chunk_nbytes
-        self._frames = ChunkFrames(identity, settings.cache_config(self._chunk_tokens), discover())
         self._rows = HostRows(primary_kv_view)
+        try:
+            self._frames = ChunkFrames(identity, settings.cache_config(self._chunk_tokens), discover())
+        except BaseException:
+            self._rows.release()
+            raise
         self._ask_s = float(settings.deadline)
         self._job_s = float(settings.job_deadline)
         self._loads = JobQueue(
@@ -119,6 +125,7 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     # -- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._requests[req_context.req_id] = _Request()
         return RequestOffloadingContext()
 
     @_guarded(LookupResult.MISS)
@@ -160,7 +167,10 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._submit(self._loads, job_metadata)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(self._stores, job_metadata)
+        if self._request(job_metadata.req_context).stale:
+            self._refused.append(JobResult(job_id=job_metadata.job_id, success=False))
+        else:
+            self._submit(self._stores, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         refused, self._refused = self._refused, []
@@ -174,7 +184,7 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._loads.end_all()
         self._stores.end_all()
         self._frames.new_epoch()
-        self._requests.clear()
+        self._requests = {req_id: _Request(stale=True) for req_id in self._requests}
 
     @_guarded(None)
     def shutdown(self) -> None:
@@ -229,7 +239,10 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     # -- inside ----------------------------------------------------------------------------------
 
     def _request(self, req_context: ReqContext) -> _Request:
-        return self._requests.setdefault(req_context.req_id, _Request())
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            request = self._requests[req_context.req_id] = _Request()
+        return request
 
     def _names(self, request: _Request, keys: Sequence[OffloadKey]) -> list[StorageKey]:
         new = [key for key in keys if key not in request.names]
