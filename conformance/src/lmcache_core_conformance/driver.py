@@ -8,6 +8,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,8 @@ from lmcache_core.storage.contract import (
 )
 from lmcache_core_conformance.values import PAGE
 
-_NOISE = 16 * hashlib.shake_128(b"noise").digest(16 * PAGE)
+_noise = memoryview(hashlib.shake_128(b"noise").digest(16 * PAGE))
+"""As long as any buffer was so far: made once, and only copied from."""
 _SETTLING_S = 0.25
 """How long after its deadline a call that gives up there may take to say so."""
 
@@ -48,6 +50,9 @@ class Buffer:
             position += length + gap
         self._nbytes = max(position, PAGE)
         self._map = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # no more than advice: the first touch of a large buffer costs most of it
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._memory: memoryview | None = memoryview(self._map)
         self.make_noise()
@@ -78,11 +83,11 @@ class Buffer:
 
     def make_noise(self) -> None:
         """Fills everything, gaps included, with noise."""
-        self._bytes()[:] = self._noise()
+        self._bytes()[:] = _noise_of(self._nbytes)
 
     def outside_is_noise(self) -> bool:
         """Whether every byte outside the pieces is still the noise put there."""
-        noise = self._noise()
+        noise = _noise_of(self._nbytes)
         ends = [0, *(start + length for start, length in zip(self._starts, self.lengths, strict=True))]
         return all(
             self._bytes()[end:start] == noise[end:start]
@@ -91,7 +96,7 @@ class Buffer:
 
     def is_noise_from(self, nbytes: int) -> bool:
         """Whether the pieces are still noise after their first `nbytes` bytes."""
-        noise, position = self._noise(), 0
+        noise, position = _noise_of(self._nbytes), 0
         for start, length in zip(self._starts, self.lengths, strict=True):
             first = start + min(max(nbytes - position, 0), length)
             if self._bytes()[first : start + length] != noise[first : start + length]:
@@ -113,10 +118,13 @@ class Buffer:
             raise ValueError("the buffer was freed")
         return self._memory
 
-    def _noise(self) -> bytes:
-        if self._nbytes > len(_NOISE):
-            return (_NOISE * (self._nbytes // len(_NOISE) + 1))[: self._nbytes]
-        return _NOISE[: self._nbytes]
+
+def _noise_of(nbytes: int) -> memoryview:
+    global _noise
+    noise = _noise
+    if nbytes > len(noise):
+        noise = _noise = memoryview(bytes(noise) * -(-nbytes // len(noise)))
+    return noise[:nbytes]
 
 
 class RecordingCall:
