@@ -107,7 +107,7 @@ def test_flipped_bytes_are_noticed_and_computed_anew(
             byte = file.read(1)[0]
             file.seek(-100, 2)
             file.write(bytes([byte ^ 1]))
-    with Engine(model, log, kv_transfer_config=on_disk(copy)) as engine:
+    with Engine(model, log, kv_transfer_config=on_disk(copy), disable_log_stats=False) as engine:
         found = ask(engine)
         assert said(found) == expected
         assert cached(found) == [0] * len(PROMPTS)
@@ -117,6 +117,7 @@ def test_flipped_bytes_are_noticed_and_computed_anew(
             if cached(found) == WHOLE:
                 break
         assert cached(found) == WHOLE
+        assert engine.ask("metrics")["vllm:lmcache_core_tier_rejected_frames"] >= len(damaged)
 
 
 def test_other_weights_under_the_same_path_share_nothing(

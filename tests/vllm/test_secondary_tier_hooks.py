@@ -171,6 +171,19 @@ def test_a_store_that_fails_is_a_miss_later(build: Callable[..., Tiering], contr
     assert tiering.tier._frames.chain.pool.stats().leases == 0
 
 
+def test_vllm_counts_damaged_chunks(build: Callable[..., Tiering], controls: Controls) -> None:
+    tiering = build()
+    tiering.store(tiering.request("1", A, B), A, B)
+    tiering.store(tiering.request("2", C, D), C, D)
+    for name, (value, parent) in list(controls.values.items()):
+        controls.values[name] = (value[:-1] + bytes([value[-1] ^ 1]), parent)
+    assert tiering.found(tiering.request("3", A), A) == [MISS]
+    assert tiering.manager.get_stats().reduce()["vllm:lmcache_core_tier_rejected_frames"] == 1
+    counted = [*tiering.tier.build_metric_definitions({})]
+    assert counted == ["vllm:lmcache_core_tier_rejected_frames", "vllm:lmcache_core_tier_shed_stores"]
+    assert tiering.tier.get_stats() is None
+
+
 def test_a_finished_request_leaves_nothing_behind(build: Callable[..., Tiering]) -> None:
     tiering = build()
     for number in range(20):

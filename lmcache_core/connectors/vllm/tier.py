@@ -12,14 +12,16 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -41,6 +43,11 @@ log = logging.getLogger(__name__)
 
 TYPE = "lmcache-core"
 NUM_LOAD_THREADS = 2
+PREFIX = "vllm:lmcache_core_tier_"
+COUNTERS: Mapping[str, str] = {
+    "rejected_frames": "Stored chunks that turned out damaged, and were dropped.",
+    "shed_stores": "Chunks that the tier could not take.",
+}
 SHUTDOWN_S = 4.0
 """Within the five seconds that vLLM gives its processes to end."""
 
@@ -200,6 +207,21 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
             self._loads.end_all()
             self._stores.end_all()
             self._rows.release()
+
+    # -- metrics ---------------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {PREFIX + name: OffloadingCounterMetadata(text) for name, text in COUNTERS.items()}
+
+    @_guarded(None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        if not (counts := self._frames.losses.take()):
+            return None
+        stats = OffloadingConnectorStats()
+        for name, count in counts.items():
+            stats.increase_counter(PREFIX + name, count)
+        return stats
 
     # -- on threads of our own -------------------------------------------------------------------
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from lmcache_core.config import CacheConfig
 from lmcache_core.connectors.vllm.tier_identity import OffloadIdentity
 from lmcache_core.engine.record import store_record
 from lmcache_core.engine.shape import FrameShape
 from lmcache_core.errors import ConfigError
-from lmcache_core.events import Event, EventBus, FrameRejected
+from lmcache_core.events import Event, EventBus, FrameRejected, StoreShed
 from lmcache_core.identity import Content, StorageKey
 from lmcache_core.registry import Registry
 from lmcache_core.tiers import Frame, Marks, MemoryTier, build_chain
@@ -53,7 +55,8 @@ class ChunkFrames:
         self._epoch = b""
         self._has_record = False
         events = EventBus()
-        events.subscribe(_Rejections(), FrameRejected)
+        self.losses = Losses()
+        events.subscribe(self.losses, FrameRejected, StoreShed)
         model = identity.model
         self.chain = build_chain(
             config,
@@ -192,12 +195,26 @@ class HostRows:
         return self._address + row * self._row_nbytes
 
 
-class _Rejections:
-    """An observer that logs damaged frames: the medium may be going bad."""
+class Losses:
+    """An observer that counts what is lost, and logs damaged frames: the medium may be going bad."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the counts
+        self._counts: Counter[str] = Counter()
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, FrameRejected):
             log.warning("tier %s: %s is dropped: %s", event.tier, event.key, event.reason)
+        with self._lock:
+            self._counts["rejected_frames" if isinstance(event, FrameRejected) else "shed_stores"] += 1
+
+    def take(self) -> Mapping[str, int]:
+        """What was counted since the last time."""
+        if not self._counts:  # usual: one read
+            return {}
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+            return counts
 
 
 def _address(memory: memoryview) -> int:
