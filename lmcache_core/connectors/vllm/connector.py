@@ -5,15 +5,14 @@ A hook never raises into the engine: what goes wrong is logged, and costs at mos
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
+from lmcache_core.connectors.vllm.guard import guarded, nothing
 from lmcache_core.connectors.vllm.lookups import LocalLookups, Lookups
 from lmcache_core.connectors.vllm.metadata import AddressMetadata, ReportMetadata, StepMetadata
 from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats, Tally
@@ -28,29 +27,6 @@ from lmcache_core.connectors.vllm.versions import check_version
 from lmcache_core.connectors.vllm.worker import WorkerSide
 
 log = logging.getLogger(__name__)
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _guarded(answer: Callable[[], Any]) -> Callable[[F], F]:
-    """A hook that answers `answer()` in place of raising."""
-
-    def guard(hook: F) -> F:
-        @functools.wraps(hook)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(*args, **kwargs)
-            except Exception:  # recorded boundary: a host engine's hook
-                log.exception("%s failed; the engine goes on without", hook.__name__)
-                return answer()
-
-        return guarded  # type: ignore[return-value]
-
-    return guard
-
-
-def _nothing() -> None:
-    return None
 
 
 class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -85,7 +61,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # -- the scheduler's hooks -------------------------------------------------------------------
 
-    @_guarded(lambda: (0, False))
+    @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
@@ -102,19 +78,19 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._plan_saves(step, scheduler_output)
         return StepMetadata(step)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(metadata, ReportMetadata):
             self._scheduler.reported(metadata.report)
 
-    @_guarded(lambda: (False, None))
+    @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
         return False, None
 
-    @_guarded(lambda: False)
+    @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
             self._scheduler.forget(os.urandom(16))
@@ -166,7 +142,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """All layers of a block are saved together, after the forward."""
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.save(self._get_connector_metadata().step)
@@ -178,7 +154,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         report = None if self._worker is None else self._worker.report()
         return None if report is None else ReportMetadata(report)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         return self._tally.take()
 
@@ -194,7 +170,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> ConnectorMetrics:
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def shutdown(self) -> None:
         """Lets go of all requests; the worker closes its engine, which writes what waits."""
         if self._scheduler is not None:
@@ -205,7 +181,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker = None
             close_rank(self._transfer.engine_id)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def _plan_saves(self, step: Step, scheduler_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.plan_saves(step, scheduler_output)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from lmcache_core.connectors.vllm.guard import guarded, nothing
 from lmcache_core.connectors.vllm.tier_frames import ChunkFrames, HostRows
 from lmcache_core.connectors.vllm.tier_identity import offload_identity
 from lmcache_core.connectors.vllm.tier_jobs import Chunk, Job, JobQueue
@@ -50,25 +51,6 @@ COUNTERS: Mapping[str, str] = {
 }
 SHUTDOWN_S = 4.0
 """Within the five seconds that vLLM gives its processes to end."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _guarded(answer: Any) -> Callable[[F], F]:
-    """A hook that answers `answer` in place of raising."""
-
-    def guard(hook: F) -> F:
-        @functools.wraps(hook)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(*args, **kwargs)
-            except Exception:  # recorded boundary: a host engine's hook
-                log.exception("%s failed; vLLM goes on without", hook.__name__)
-                return answer
-
-        return guarded  # type: ignore[return-value]
-
-    return guard
 
 
 @dataclass(slots=True)
@@ -135,7 +117,7 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._requests[req_context.req_id] = _Request()
         return RequestOffloadingContext()
 
-    @_guarded(LookupResult.MISS)
+    @guarded(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT or MISS at once where the tier's index is the truth; else RETRY until the store answers."""
         request = self._request(req_context)
@@ -152,7 +134,7 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
             return LookupResult.RETRY
         return LookupResult.HIT if answer else LookupResult.MISS
 
-    @_guarded(None)
+    @guarded(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         for request in self._requests.values():
             if request.unasked:
@@ -160,11 +142,11 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
                 names = self._names(request, keys)
                 self._asks.submit(functools.partial(self._ask, request.answers, keys, names))
 
-    @_guarded(None)
+    @guarded(nothing)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._frames.touch(self._names(self._request(req_context), list(keys)))
 
-    @_guarded(None)
+    @guarded(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._requests.pop(req_context.req_id, None)
 
@@ -185,7 +167,7 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         stores = [self._result(job, None) for job in self._stores.finished()]
         return [*refused, *loads, *stores]
 
-    @_guarded(None)
+    @guarded(nothing)
     def drain_jobs(self) -> None:
         """Ends all transfers. vLLM calls this when its weights may change: nothing is shared across it."""
         self._loads.end_all()
@@ -193,7 +175,7 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._frames.new_epoch()
         self._requests = {req_id: _Request(stale=True) for req_id in self._requests}
 
-    @_guarded(None)
+    @guarded(nothing)
     def shutdown(self) -> None:
         """Takes what was submitted and writes what waits, as far as four seconds allow."""
         started = time.monotonic()
@@ -214,7 +196,7 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return {PREFIX + name: OffloadingCounterMetadata(text) for name, text in COUNTERS.items()}
 
-    @_guarded(None)
+    @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
         if not (counts := self._frames.losses.take()):
             return None
