@@ -49,20 +49,45 @@ int32_t report(lmck_fault *fault, int32_t status, int64_t frame, int64_t place, 
   return status;
 }
 
-int32_t check_slots(const lmck_layout &layout, const lmck_frame *frames, int64_t num_frames, bool unique,
-                    lmck_fault *fault) {
+// Tokens whose slots follow each other inside a block.
+struct Run {
+  int64_t token, slot, count;
+};
+
+// A slot as it is now. Engines use the memory of slots again: it is read once, and what was read is checked and used.
+int64_t read_slot(const Shape &shape, int64_t token) {
+  if (shape.slots == nullptr) return shape.first_slot + token;
+  if (shape.slot_nbytes == 4) return __atomic_load_n(static_cast<const int32_t *>(shape.slots) + token, __ATOMIC_RELAXED);
+  return __atomic_load_n(static_cast<const int64_t *>(shape.slots) + token, __ATOMIC_RELAXED);
+}
+
+// The runs of every frame, all slots checked; with `unique`, that none is named twice by any of them.
+int32_t read_runs(const lmck_layout &layout, const lmck_frame *frames, int64_t num_frames, bool unique,
+                  std::vector<std::vector<Run>> &runs, lmck_fault *fault) {
   std::vector<uint64_t> seen(unique ? static_cast<size_t>(layout.num_slots / 64 + 1) : 0);
   for (int64_t f = 0; f < num_frames; ++f) {
     const Shape shape = shape_of(layout, frames[f]);
+    std::vector<Run> &found = runs.emplace_back();
+    int64_t next = kHole;  // the slot that would lengthen the last run
     for (int64_t token = 0; token < shape.num_tokens; ++token) {
-      const int64_t slot = slot_of(shape, token);
-      if (slot == kHole && shape.slots != nullptr) continue;
+      const int64_t slot = read_slot(shape, token);
+      if (slot == kHole && shape.slots != nullptr) {
+        next = kHole;
+        continue;
+      }
       if (!is_slot(shape, slot)) return report(fault, LMCK_BAD_SLOT, f, token, slot);
-      if (!unique) continue;
-      uint64_t &word = seen[static_cast<size_t>(slot / 64)];
-      const uint64_t bit = uint64_t{1} << (slot % 64);
-      if (word & bit) return report(fault, LMCK_SLOT_TWICE, f, token, slot);
-      word |= bit;
+      if (unique) {
+        uint64_t &word = seen[static_cast<size_t>(slot / 64)];
+        const uint64_t bit = uint64_t{1} << (slot % 64);
+        if (word & bit) return report(fault, LMCK_SLOT_TWICE, f, token, slot);
+        word |= bit;
+      }
+      if (slot == next && slot % shape.block_slots != 0) {
+        ++found.back().count;
+      } else {
+        found.push_back({token, slot, 1});
+      }
+      next = slot + 1;
     }
   }
   return LMCK_OK;
@@ -70,7 +95,8 @@ int32_t check_slots(const lmck_layout &layout, const lmck_frame *frames, int64_t
 
 struct Extent {
   uint64_t first, end;
-  int64_t frame, layer;  // frame -1: the engine's memory
+  int64_t frame, layer;
+  uint64_t reach;  // the furthest end of this and those before, in the order of their first bytes
 };
 
 // Segments may not overlap the engine's memory, nor, where they are written, each other.
@@ -82,16 +108,14 @@ int32_t check_overlap(const lmck_layout &layout, const lmck_frame *frames, int64
     const int64_t nbytes = layout.num_heads * frames[f].num_tokens * content_nbytes(layout);
     for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
       const uint64_t first = frames[f].segments[layer];
-      segments.push_back({first, first + static_cast<uint64_t>(nbytes), f, layer});
+      segments.push_back({first, first + static_cast<uint64_t>(nbytes), f, layer, 0});
     }
   }
   std::sort(segments.begin(), segments.end(), [](const Extent &a, const Extent &b) { return a.first < b.first; });
-  if (gather) {
-    for (size_t i = 1; i < segments.size(); ++i) {
-      if (segments[i].first < segments[i - 1].end) {
-        return report(fault, LMCK_OVERLAP, segments[i].frame, segments[i].layer, 0);
-      }
-    }
+  uint64_t reach = 0;
+  for (Extent &segment : segments) {
+    if (gather && segment.first < reach) return report(fault, LMCK_OVERLAP, segment.frame, segment.layer, 0);
+    segment.reach = reach = std::max(reach, segment.end);
   }
   const int64_t last_block = (layout.num_slots - 1) / layout.block_slots;
   const int64_t last_place = std::min(layout.num_slots, layout.block_slots) - 1;
@@ -100,40 +124,14 @@ int32_t check_overlap(const lmck_layout &layout, const lmck_frame *frames, int64
     const uint64_t end = plane.base + static_cast<uint64_t>((layout.num_heads - 1) * plane.head_stride +
                                                             last_block * plane.block_stride +
                                                             last_place * plane.slot_stride + layout.row_nbytes);
-    // Sorted by first byte; where none overlap each other, they are sorted by end too.
+    // Those before it end too early. If it begins too late, so do those behind it.
     auto next = std::partition_point(segments.begin(), segments.end(),
-                                     [&](const Extent &s) { return s.end <= plane.base; });
+                                     [&](const Extent &s) { return s.reach <= plane.base; });
     if (next != segments.end() && next->first < end) {
       return report(fault, LMCK_OVERLAP, next->frame, next->layer, 1);
     }
   }
   return LMCK_OK;
-}
-
-// Tokens whose slots follow each other inside a block.
-struct Run {
-  int64_t token, slot, count;
-};
-
-std::vector<Run> runs_of(const Shape &shape) {
-  std::vector<Run> runs;
-  for (int64_t token = 0; token < shape.num_tokens;) {
-    const int64_t slot = slot_of(shape, token);
-    if (slot == kHole) {
-      ++token;
-      continue;
-    }
-    const int64_t most = std::min(shape.num_tokens - token, shape.block_slots - slot % shape.block_slots);
-    int64_t count = 1;
-    if (shape.slots == nullptr) {
-      count = most;
-    } else {
-      while (count < most && slot_of(shape, token + count) == slot + count) ++count;
-    }
-    runs.push_back({token, slot, count});
-    token += count;
-  }
-  return runs;
 }
 
 // Joins rows that follow each other on both sides into longer ones.
@@ -237,15 +235,14 @@ int32_t move(const lmck_layout *layout, const lmck_frame *frames, int64_t num_fr
   for (int64_t f = 0; f < num_frames; ++f) {
     if (!is_sound(frames[f])) return LMCK_BAD_SHAPE;
   }
-  if (const int32_t status = check_slots(*layout, frames, num_frames, !gather, fault)) return status;
+  std::vector<std::vector<Run>> runs;
+  if (const int32_t status = read_runs(*layout, frames, num_frames, !gather, runs, fault)) return status;
   if (const int32_t status = check_overlap(*layout, frames, num_frames, gather, fault)) return status;
 
   std::vector<Shape> shapes;
-  std::vector<std::vector<Run>> runs;
   int64_t num_tokens = 0;
   for (int64_t f = 0; f < num_frames; ++f) {
     shapes.push_back(shape_of(*layout, frames[f]));
-    runs.push_back(runs_of(shapes.back()));
     num_tokens += frames[f].num_tokens;
   }
   const int64_t nbytes = num_tokens * layout->num_layers * layout->num_heads * content_nbytes(*layout);

@@ -106,10 +106,13 @@ inline uint8_t narrowed(uint16_t from, float scale) {
 }
 
 inline uint16_t widened(uint8_t from, float scale) {
-  const uint32_t magnitude = from & 0x7fu, sign = (from & 0x80u) << 8;
-  const uint32_t bits = bits_of(float_of(magnitude << 20) * 0x1p120f * scale);
+  const uint32_t magnitude = from & 0x7fu, sign = (from & 0x80u) << 24;
+  const float value = float_of(sign | bits_of(float_of(magnitude << 20) * 0x1p120f)) * scale;
+  const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return static_cast<uint16_t>(sign | (magnitude == 0x7f ? 0x7fc0u : rounded));
+  // A NaN, of the code or of the scale, stays one: rounded, it could become anything.
+  const bool is_nan = magnitude == 0x7f || (bits & 0x7fffffff) > 0x7f800000;
+  return static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
 }
 
 float narrow(uint8_t *to, const uint8_t *from, int64_t dim) {

@@ -1,0 +1,52 @@
+"""Compiled kernels against what they must not trust: payloads that overlap, and scales of somebody else's."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from lmcache_core.kernels import PagedKV, paged
+from lmcache_core.kernels.compiled import native_library
+
+torch = pytest.importorskip("torch")
+needs_kernels = pytest.mark.skipif(native_library() is None, reason="lmcache-core-kernels is not installed")
+
+
+@needs_kernels
+def test_a_payload_in_the_engines_memory_is_found_beside_one_that_ends_before_it() -> None:
+    memory = bytearray(1 << 16)
+    blocks = torch.frombuffer(memory, dtype=torch.float32)[4096 : 4096 + 128].view(4, 4, 1, 8)
+    kv = PagedKV.from_blocks([blocks], axes="nshe")
+    start, nbytes = 4 * 4096, kv.content_nbytes
+    long = memoryview(memory)[start - 64 : start - 64 + 12 * nbytes]
+    short = memoryview(memory)[start - 48 : start - 48 + nbytes]
+    with pytest.raises(ValueError, match="segment 0 of frame 0 overlaps the engine's own memory"):
+        kv.scatter_many([(range(12), [long]), (range(12, 13), [short])])
+    assert not any(memory)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "scale",
+    [
+        *(0x00000000, 0x80000000, 0xBF800000, 0x00000001, 0x7F7FFFFF, 0x7F800000, 0xFF800000),
+        *(0x7FC00000, 0x7FFF8000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001),
+    ],
+    ids=hex,
+)
+def test_any_bits_of_a_scale_widen_as_torch_has_them(scale: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = bytes([0x00, 0x80, 0x01, 0x81, 0x38, 0xB8, 0x7E, 0xFE])
+    payload = memoryview(codes + codes + 2 * struct.pack("<I", scale))
+
+    def widened() -> torch.Tensor:
+        blocks = torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16)
+        PagedKV.from_blocks([blocks], axes="nshe", narrow=True).scatter(range(1), [payload])
+        return blocks[0, 0].flatten()
+
+    compiled = widened()
+    monkeypatch.setattr(paged, "native_library", lambda: None)
+    reference = widened()
+    numbers = ~reference.isnan()
+    assert torch.equal(compiled.isnan(), reference.isnan())
+    assert torch.equal(compiled[numbers].view(torch.int16), reference[numbers].view(torch.int16))
