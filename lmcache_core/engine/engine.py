@@ -138,7 +138,7 @@ class CacheEngine:
 
         Raises:
             ValueError: as `store`, at once.
-            Whatever `source.gather_layer` raises, out of `next`; then nothing is stored.
+            Whatever `source` raises, out of `next`; then nothing is stored.
         """
         content = self._content(request)
         return self._storer.store_layers(content, source, self._skip(content, mask))

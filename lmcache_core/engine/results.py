@@ -34,7 +34,13 @@ class LayerSource(Protocol):
     """Where a store takes KV from, a layer at a time."""
 
     def gather_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
-        """As `KVSource.gather`, for one layer, counted from 0: `segment` is `[heads, tokens, content]`."""
+        """As `KVSource.gather`, for one layer, counted from 0: `segment` is `[heads, tokens, content]`.
+
+        It may return before the bytes are there: see `wait_gathered`.
+        """
+
+    def wait_gathered(self) -> None:
+        """Returns when all that was gathered is in its segments. Called before frames are committed."""
 
 
 class LayerTarget(Protocol):

@@ -89,6 +89,7 @@ class Storer:
                     if frame is not None:
                         source.gather_layer(layer, piece.first_token, piece.num_tokens, frame.segment(layer))
                 if layer == num_layers - 1:
+                    source.wait_gathered()
                     self._commit(request, frames)
                 yield layer
             return self._end(request)

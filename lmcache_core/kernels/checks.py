@@ -24,7 +24,10 @@ def slot_twice(frame: int, token: int, slot: int) -> ValueError:
     return ValueError(f"token {token} of frame {frame}: slot {slot} is named twice")
 
 
-def bad_segment(frame: int, layer: int, nbytes: int, memory: memoryview, *, written: bool) -> ValueError:
+def bad_segment(
+    frame: int, layer: int, nbytes: int, segment: memoryview | bytearray, *, written: bool
+) -> ValueError:
+    memory = memoryview(segment)
     wanted = "contiguous writable bytes" if written else "contiguous bytes"
     return ValueError(
         f"payload segment {layer} of frame {frame} must be {nbytes} {wanted}, not {memory.nbytes} "
@@ -43,6 +46,11 @@ def check_range(slots: range, num_slots: int) -> None:
 
 
 def check_index(slots: Tensor) -> None:
+    import torch
+
+    if not isinstance(slots, torch.Tensor) or slots.layout != torch.strided:
+        what = str(slots.layout) if isinstance(slots, torch.Tensor) else type(slots).__name__
+        raise ValueError(f"slots must be a range or a dense tensor, not {what}")
     if str(slots.dtype) not in ("torch.int32", "torch.int64") or slots.dim() != 1 or not slots.numel():
         raise ValueError(f"slots must be 1-D int32 or int64, not {slots.dtype} {list(slots.shape)}")
     if not slots.is_cpu:
@@ -74,6 +82,20 @@ def host_slots(
     """Checked slots, those of a tensor copied: its owner may change it while a copy of it is on its way."""
     check_slots(frame, slots, num_slots, seen)
     return slots if isinstance(slots, range) else array("q", slots.tolist())
+
+
+def snapshot(
+    frames: Sequence[tuple[range | Tensor, Sequence[memoryview]]],
+) -> list[tuple[range | Tensor, tuple[memoryview, ...]]]:
+    """The payloads' segments as they are now, whatever another thread does to the lists they came in."""
+    return [(slots, tuple(map(memoryview, payload))) for slots, payload in frames]
+
+
+def address_of(memory: memoryview) -> int:
+    """Where bytes lie that may be read-only, which ctypes alone doesn't tell."""
+    import numpy as np
+
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def check_layers(frame: int, payload: Sequence[memoryview], num_layers: int) -> None:

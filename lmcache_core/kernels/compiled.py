@@ -95,8 +95,6 @@ class NativeCopy:
     ) -> None:
         from lmcache_core_kernels import abi, buffers
 
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, not {threads}")
         flat = [abi.Plane(*plane) for layer in planes for plane in layer]
         self._abi = abi
         self._buffers = buffers.Buffers
@@ -132,6 +130,7 @@ class NativeCopy:
         abi, num_layers = self._abi, self._num_layers
         if not frames:
             return
+        frames = [(slots, tuple(payload)) for slots, payload in frames]  # other threads may change the lists
         for frame, (_, payload) in enumerate(frames):
             check_layers(frame, payload, num_layers)
         views = frames[0][1] if len(frames) == 1 else [view for _, payload in frames for view in payload]
@@ -194,7 +193,7 @@ class NativeCopy:
         gathering: bool,
     ) -> ValueError:
         for i, (slots, payload) in enumerate(frames):
-            for layer, view in enumerate(payload):
+            for layer, view in enumerate(memoryview(segment) for segment in payload):
                 if not view.c_contiguous or (gathering and view.readonly):
                     return bad_segment(i, layer, self._token_nbytes * len(slots), view, written=gathering)
         return ValueError("a payload segment gives no access to its memory")

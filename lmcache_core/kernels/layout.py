@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import UnsupportedModel
+from lmcache_core.kernels.overlap import check_planes, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,8 @@ class KVContent:
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEM_NBYTES:
-            raise UnsupportedModel(f"KV of dtype {self.dtype}; supported are {', '.join(_ITEM_NBYTES)}")
+            hint = "; give it as what it holds: tensor.view(torch.float8_e4m3fn)" * (self.dtype == "uint8")
+            raise UnsupportedModel(f"KV of dtype {self.dtype}; supported are {', '.join(_ITEM_NBYTES)}{hint}")
         if self.dim < 1:
             raise ValueError(f"a head has at least one element, not {self.dim}")
         if self.narrow and (self.latent or self.dtype != "bfloat16"):
@@ -81,15 +83,17 @@ class Plane:
     """A layer's K, its V, or both side by side: `[heads, blocks, block slots, width]`, a view, not a copy.
 
     It fills the elements from `column` on of each token and head in the payload. Rows of `width` elements
-    are contiguous, no two overlap, and every other stride is a multiple of `width`, so that the plane is
-    also a table of rows.
+    are contiguous, and no two overlap.
     """
 
     tensor: Tensor
     column: int
 
     def table(self) -> Tensor:
-        """The plane's memory as rows `[rows, width]`, starting at head 0, slot 0."""
+        """The plane's memory as rows `[rows, width]`, starting at head 0, slot 0.
+
+        For planes whose strides are multiples of `width`; the compiled kernels need no such thing.
+        """
         width = self.tensor.shape[3]
         last = sum((n - 1) * s for n, s in zip(self.tensor.shape[:3], self.row_strides(), strict=True))
         return self.tensor.as_strided((last + 1, width), (width, 1), self.tensor.storage_offset())
@@ -125,6 +129,11 @@ class PagedLayout:
     def device(self) -> torch.device:
         return self.layers[0][0].tensor.device
 
+    def extents(self) -> list[tuple[int, int]]:
+        """First byte and end of each plane."""
+        rows = [rows_of(plane.tensor) for planes in self.layers for plane in planes]
+        return [(plane.base, plane.end) for plane in rows]
+
     @property
     def block_slots(self) -> int:
         return self.layers[0][0].tensor.shape[2]
@@ -158,7 +167,7 @@ def pairs_layout(keys: Sequence[Tensor], values: Sequence[Tensor], axes: str, ro
     def plane(tensor: Tensor, layer: int, column: int) -> Plane:
         return _plane(tensor.permute(order)[row].unsqueeze(1), layer, column)
 
-    return PagedLayout(
+    return _layout(
         [
             [plane(k, layer, 0), plane(v, layer, dim)]
             for layer, (k, v) in enumerate(zip(keys, values, strict=True))
@@ -184,13 +193,13 @@ def blocks_layout(layers: Sequence[Tensor], axes: str) -> PagedLayout:
             raise UnsupportedModel(f"K and V can't share {shape['e']} elements equally")
         order = [axes.index(axis) for axis in "hnse"]
         planes = [[_plane(tensor.permute(order), layer, 0)] for layer, tensor in enumerate(layers)]
-        return PagedLayout(planes, KVContent(dtype, shape["e"] // 2))
+        return _layout(planes, KVContent(dtype, shape["e"] // 2))
     if "h" not in axes:
         order = [axes.index(axis) for axis in "nsd"]
         planes = [
             [_plane(tensor.permute(order).unsqueeze(0), layer, 0)] for layer, tensor in enumerate(layers)
         ]
-        return PagedLayout(planes, KVContent(dtype, shape["d"], latent=True))
+        return _layout(planes, KVContent(dtype, shape["d"], latent=True))
     if shape["c"] != 2:
         raise UnsupportedModel(
             f"the K/V axis has {shape['c']} entries, not 2, in shape {_numbers(layers[0])}"
@@ -200,16 +209,41 @@ def blocks_layout(layers: Sequence[Tensor], axes: str) -> PagedLayout:
         [_plane(tensor.permute(order)[c], layer, c * shape["d"]) for c in range(2)]
         for layer, tensor in enumerate(layers)
     ]
-    return PagedLayout(planes, KVContent(dtype, shape["d"]))
+    return _layout(planes, KVContent(dtype, shape["d"]))
+
+
+def _layout(layers: Sequence[Sequence[Plane]], content: KVContent) -> PagedLayout:
+    if layers[0][0].tensor.device.type != "meta":  # it has no memory
+        check_planes([[rows_of(plane.tensor) for plane in planes] for planes in layers])
+    return PagedLayout(layers, content)
 
 
 def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def check_memory(index: int, tensor: Tensor) -> None:
+    """Raises `UnsupportedModel` where there is no memory that the tensor's strides describe."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedModel(f"tensor {index} is no tensor but {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise UnsupportedModel(f"tensor {index} is {tensor.layout}, not dense")
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    wanted = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    if tensor.untyped_storage().nbytes() < wanted:
+        raise UnsupportedModel(
+            f"tensor {index} of shape {_numbers(tensor)} reaches to byte {wanted} of a storage of "
+            f"{tensor.untyped_storage().nbytes()}"
+        )
+
+
 def _check_alike(tensors: Sequence[Tensor], axes: str) -> None:
     if not tensors:
         raise ValueError("no layer given")
+    for index, tensor in enumerate(tensors):
+        check_memory(index, tensor)
     first = tensors[0]
     if first.dim() != len(axes):
         raise UnsupportedModel(
@@ -236,9 +270,7 @@ def _plane(tensor: Tensor, layer: int, column: int) -> Plane:
         problem = "elements of a head are not contiguous"
     extent = width
     for size, stride in sorted((pair for pair in outer if pair[0] > 1), key=lambda pair: pair[1]):
-        if stride % width:
-            problem = problem or f"stride {stride} is not a multiple of a row of {width} elements"
-        elif stride < extent:
+        if stride < extent:
             problem = problem or "tokens overlap"
         extent = stride * size
     if problem:

@@ -70,4 +70,5 @@ def widen(narrowed: Tensor, scales: Tensor) -> Tensor:
     import torch
 
     values = narrowed.contiguous().view(torch.float8_e4m3fn).float()
-    return (values * scales.contiguous().view(torch.float32)).bfloat16()
+    widened = values * scales.contiguous().view(torch.float32)
+    return widened.bfloat16().masked_fill(widened.isnan(), torch.nan)  # one NaN of all

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterator, Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import UnsupportedModel
+from lmcache_core.kernels.checks import address_of
 from lmcache_core.kernels.compiled import NativeCopy, native_library
+from lmcache_core.kernels.layout import check_memory
+from lmcache_core.kernels.overlap import Rows, Segment, check_planes, check_segments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,20 +35,24 @@ class OpaqueBlocks:
         if not layers:
             raise ValueError("no layer given")
         first = layers[0]
-        for index, tensor in enumerate(layers):
-            _check(index, tensor, first)
+        for number, tensor in enumerate(layers):
+            check_memory(number, tensor)
+            _check(number, tensor, first)
         self._layers = tuple(layers)  # keeps the memory alive
-        self._addresses = [tensor.data_ptr() for tensor in layers]
         self._strides = [tensor.stride(0) * tensor.element_size() for tensor in layers]
         self.num_layers = len(layers)
         self.num_blocks = first.shape[0]
         self.block_nbytes = first[0].numel() * first.element_size()
+        self._rows = [
+            Rows(tensor.data_ptr(), self.block_nbytes, ((self.num_blocks, stride),) * (self.num_blocks > 1))
+            for tensor, stride in zip(layers, self._strides, strict=True)
+        ]
+        check_planes([[rows] for rows in self._rows])
         library = native_library()
         self._native: NativeCopy | None = None
         if library is not None:  # to the kernels a block is a row: one head, one slot a block
             planes = [
-                [(address, 0, stride, 0)]
-                for address, stride in zip(self._addresses, self._strides, strict=True)
+                [(rows.base, 0, stride, 0)] for rows, stride in zip(self._rows, self._strides, strict=True)
             ]
             self._native = NativeCopy(
                 library,
@@ -61,34 +69,35 @@ class OpaqueBlocks:
 
         Raises:
             ValueError: ids or payload don't fit; nothing was written.
+            TypeError: an id is no integer.
         """
-        self._check(block_ids, payload, written=True)
-        if self._native is not None:
-            self._native.move([(array("q", block_ids), payload)], gathering=True)
-            return
-        for address, stride, memory in zip(self._addresses, self._strides, payload, strict=True):
-            segment = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-            for place, block, count in self._runs(block_ids, stride):
-                at, nbytes = segment + place * self.block_nbytes, count * self.block_nbytes
-                ctypes.memmove(at, address + block * stride, nbytes)
+        self._move(block_ids, payload, gathering=True)
 
     def scatter(self, block_ids: Sequence[int], payload: Sequence[memoryview]) -> None:
         """Copies `payload` into these blocks, for all layers. No other block is touched.
 
         Raises:
             ValueError: ids or payload don't fit, or a block is named twice; nothing was written.
+            TypeError: an id is no integer.
         """
-        if len(set(block_ids)) != len(block_ids):
+        self._move(block_ids, payload, gathering=False)
+
+    def _move(self, block_ids: Sequence[int], payload: Sequence[memoryview], *, gathering: bool) -> None:
+        ids = [index(block) for block in block_ids]
+        segments = tuple(memoryview(segment) for segment in payload)
+        if not gathering and len(set(ids)) != len(ids):
             raise ValueError("a block is named twice")
-        self._check(block_ids, payload, written=False)
+        self._check(ids, segments, written=gathering)
         if self._native is not None:
-            self._native.move([(array("q", block_ids), payload)], gathering=False)
+            self._native.move([(array("q", ids), segments)], gathering=gathering)
             return
-        for address, stride, memory in zip(self._addresses, self._strides, payload, strict=True):
-            segment = _address(memory)
-            for place, block, count in self._runs(block_ids, stride):
-                at, nbytes = segment + place * self.block_nbytes, count * self.block_nbytes
-                ctypes.memmove(address + block * stride, at, nbytes)
+        given = [Segment(address_of(memory), memory.nbytes, 0, i) for i, memory in enumerate(segments)]
+        check_segments(given, [(rows.base, rows.end) for rows in self._rows], written=gathering)
+        for rows, stride, segment in zip(self._rows, self._strides, given, strict=True):
+            for place, block, count in self._runs(ids, stride):
+                packed, paged = segment.address + place * self.block_nbytes, rows.base + block * stride
+                to, source = (packed, paged) if gathering else (paged, packed)
+                ctypes.memmove(to, source, count * self.block_nbytes)
 
     def _runs(self, block_ids: Sequence[int], stride: int) -> Iterator[tuple[int, int, int]]:
         """(position, first block, number of blocks) of stretches that lie together on both sides."""
@@ -116,12 +125,12 @@ class OpaqueBlocks:
                 )
 
 
-def _check(index: int, tensor: Tensor, first: Tensor) -> None:
+def _check(number: int, tensor: Tensor, first: Tensor) -> None:
     if tensor.device.type != "cpu":
-        raise UnsupportedModel(f"tensor {index} is on {tensor.device}; only cpu tensors are supported")
+        raise UnsupportedModel(f"tensor {number} is on {tensor.device}; only cpu tensors are supported")
     if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
         raise UnsupportedModel(
-            f"tensor {index} is {tensor.dtype} {list(tensor.shape)}, the first {first.dtype} "
+            f"tensor {number} is {tensor.dtype} {list(tensor.shape)}, the first {first.dtype} "
             f"{list(first.shape)}"
         )
     if tensor.dim() < 2 or not tensor.numel():
@@ -129,13 +138,6 @@ def _check(index: int, tensor: Tensor, first: Tensor) -> None:
     inner = tensor[0]
     if not inner.is_contiguous() or (tensor.shape[0] > 1 and tensor.stride(0) < inner.numel()):
         raise UnsupportedModel(
-            f"the blocks of tensor {index} have holes or overlap: shape {list(tensor.shape)}, "
+            f"the blocks of tensor {number} have holes or overlap: shape {list(tensor.shape)}, "
             f"strides {list(tensor.stride())}"
         )
-
-
-def _address(memory: memoryview) -> int:
-    """Where bytes lie that may be read-only, which ctypes alone doesn't tell."""
-    import numpy as np
-
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)

@@ -6,12 +6,13 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from lmcache_core.errors import UnsupportedModel
 from lmcache_core.kernels.compiled import CompiledMover, native_library
 from lmcache_core.kernels.device import Device, cuda_device
-from lmcache_core.kernels.layers import PagedLayers
+from lmcache_core.kernels.layers import HostCopies, PagedLayers
 from lmcache_core.kernels.layout import PagedLayout, blocks_layout, pairs_layout
 from lmcache_core.kernels.narrow import NarrowingMover
 from lmcache_core.kernels.reference import ReferenceMover
@@ -49,6 +50,9 @@ class PagedKV:
     """
 
     def __init__(self, layout: PagedLayout, *, threads: int = 1, narrow: bool = False) -> None:
+        threads = min(index(threads), 1 << 16)
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
         self._make = partial(type(self), threads=threads, narrow=narrow)
         self._layout = layout
         if narrow:
@@ -110,26 +114,26 @@ class PagedKV:
         with torch.inference_mode():
             return cls(blocks_layout(layers, axes), threads=threads, narrow=narrow)
 
-    def layer(self, index: int) -> PagedKV:
+    def layer(self, number: int) -> PagedKV:
         """The same KV, of one layer: for moves a layer at a time. Its payloads have one view."""
-        layout = replace(self._layout, layers=[self._layout.layers[index]])
+        layout = replace(self._layout, layers=[self._layout.layers[number]])
         if not isinstance(self._mover, StagedMover):
             return self._make(layout)
         one = copy.copy(self)  # the staging is shared
         one._layout, one.num_layers = layout, 1
-        one._mover = StagedMover(self._mover.staging, [self._mover.layers[index]])
+        one._mover = StagedMover(self._mover.staging, [self._mover.layers[number]])
         return one
 
     def by_layer(self, slots: Slots, *, stream: int | None = None) -> PagedLayers:
-        """A request's KV on a device, for `store_layers` and `retrieve_layers`: see `PagedLayers`.
+        """A request's KV, for `store_layers` and `retrieve_layers`: see `PagedLayers`.
 
         Raises:
-            ValueError: a slot is out of bounds or named twice, or the KV is on the host, where
-                `layer(i).gather` and `.scatter` do the same.
+            ValueError: a slot is out of bounds or named twice.
         """
-        if self._staging is None:
-            raise ValueError("by_layer is for KV on a device; on the host use layer(i).gather and .scatter")
-        return PagedLayers(self._staging, slots, stream=stream)
+        if self._staging is not None:
+            return PagedLayers(self._staging, slots, stream=stream)
+        movers = [self.layer(number)._mover for number in range(self.num_layers)]
+        return PagedLayers(HostCopies(self._layout, movers), slots, stream=stream)
 
     def gather(self, slots: Slots, payload: Payload) -> None:
         """Copies the KV in `slots[i]` to token i of `payload`, for all layers.

@@ -6,8 +6,10 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_core.kernels.checks import bad_segment, check_layers, check_slots
+from lmcache_core.errors import UnsupportedModel
+from lmcache_core.kernels.checks import address_of, bad_segment, check_layers, check_slots, snapshot
 from lmcache_core.kernels.layout import PagedLayout, Plane
+from lmcache_core.kernels.overlap import Segment, check_segments
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -16,12 +18,19 @@ if TYPE_CHECKING:
 class ReferenceMover:
     """What runs where the compiled kernels are not installed: correct, and slower where rows are short.
 
-    Elements are moved as integers of their size: bits survive, whatever they mean as numbers.
+    Elements are moved as integers of their size: bits survive, whatever they mean as numbers. Planes are
+    tables of rows to it: every stride must be a multiple of a row's width.
+
+    Raises:
+        UnsupportedModel: a stride is not.
     """
 
     def __init__(self, layout: PagedLayout) -> None:
         import torch
 
+        for number, planes in enumerate(layout.layers):
+            for plane in planes:
+                _check_rows(number, plane.tensor)
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[layout.content.item_nbytes]
         self._layout = layout
         self._bits = bits
@@ -35,10 +44,13 @@ class ReferenceMover:
 
         # Inference mode: an engine's KV may be an inference tensor, or one that requires grad.
         with torch.inference_mode():
+            frames = snapshot(frames)
             seen: set[int] | None = None if gathering else set()
+            segments: list[Segment] = []
             for frame, (slots, payload) in enumerate(frames):
                 check_slots(frame, slots, self._layout.num_slots, seen)
-                self._check_payload(frame, payload, len(slots), written=gathering)
+                segments += self._check_payload(frame, payload, len(slots), written=gathering)
+            check_segments(segments, self._layout.extents(), written=gathering)
             for slots, payload in frames:
                 if isinstance(slots, range):
                     self._move_range(slots, payload, gathering=gathering)
@@ -119,12 +131,24 @@ class ReferenceMover:
 
     def _check_payload(
         self, frame: int, payload: Sequence[memoryview], num_tokens: int, *, written: bool
-    ) -> None:
+    ) -> list[Segment]:
         nbytes = self._layout.num_heads * num_tokens * self._layout.content.nbytes
         check_layers(frame, payload, self._layout.num_layers)
         for layer, memory in enumerate(payload):
             if memory.nbytes != nbytes or (written and memory.readonly) or not memory.c_contiguous:
                 raise bad_segment(frame, layer, nbytes, memory, written=written)
+        return [Segment(address_of(memory), nbytes, frame, layer) for layer, memory in enumerate(payload)]
+
+
+def _check_rows(layer: int, plane: Tensor) -> None:
+    width = plane.shape[3]
+    for count, stride in zip(plane.shape[:3], plane.stride(), strict=False):
+        if count > 1 and stride % width:
+            raise UnsupportedModel(
+                f"layer {layer}: stride {stride} is not a multiple of a row of {width} elements: that needs "
+                f"lmcache-core-kernels; [heads, blocks, slots, width] is {list(plane.shape)}, its strides "
+                f"{plane.stride()}"
+            )
 
 
 def bytes_of(memory: memoryview, element: dtype) -> Tensor:
@@ -136,7 +160,5 @@ def bytes_of(memory: memoryview, element: dtype) -> Tensor:
 
     if not memory.readonly:
         return torch.frombuffer(memory, dtype=element)
-    import numpy as np
-
-    array = (ctypes.c_ubyte * memory.nbytes).from_address(np.frombuffer(memory, np.uint8).ctypes.data)
+    array = (ctypes.c_ubyte * memory.nbytes).from_address(address_of(memory))
     return torch.frombuffer(array, dtype=element)

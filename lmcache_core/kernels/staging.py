@@ -23,10 +23,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_core.kernels.checks import HOLE, bad_segment, check_layers, host_slots
+from lmcache_core.kernels.checks import HOLE, address_of, bad_segment, check_layers, host_slots, snapshot
 from lmcache_core.kernels.compiled import planes_of
 from lmcache_core.kernels.device import Device, DeviceError
 from lmcache_core.kernels.layout import PagedLayout
+from lmcache_core.kernels.overlap import Segment, check_segments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,6 +153,9 @@ class Staging:
         self._lanes: dict[bool, Lane] = {}  # by whether it gathers
         self._end = weakref.finalize(self, _close, self._lanes)
 
+    def current_stream(self) -> int:
+        return self.device.current_stream()
+
     def close(self) -> None:
         """Waits for what is in flight, then frees the device memory. Idempotent; later moves start anew."""
         with self._lock:
@@ -167,13 +171,15 @@ class Staging:
     def move(
         self, layer: int, slots: range | array[int], segment: memoryview, stream: int, *, gathering: bool
     ) -> None:
-        """Queues the move of one layer of a frame, slots and segment being checked, behind `stream`'s work.
+        """Queues the move of one layer of a frame, its slots being checked, behind `stream`'s work.
 
         What comes next on `stream` runs after it. The segment is kept, and in use until `wait`.
 
         Raises:
+            ValueError: the segment doesn't fit.
             DeviceError: the device refused, now or before; of slots and segment nothing is known then.
         """
+        self.check_segment(0, layer, len(slots), segment, gathering=gathering)
         self.device.check_thread()
         lane = self._lane(gathering)
         token_nbytes = self.layout.content.nbytes
@@ -265,14 +271,17 @@ class StagedMover:
 
     def move(self, frames: Sequence[tuple[range | Tensor, Sequence[memoryview]]], *, gathering: bool) -> None:
         staging = self.staging
+        frames = snapshot(frames)
         seen: set[int] | None = None if gathering else set()
-        checked = []
+        checked, segments = [], []
         for frame, (slots, payload) in enumerate(frames):
             checked.append(host_slots(frame, slots, staging.layout.num_slots, seen))
             check_layers(frame, payload, len(self.layers))
             for layer, segment in enumerate(payload):
                 staging.check_segment(frame, layer, len(slots), segment, gathering=gathering)
-        stream = staging.device.current_stream()
+                segments.append(Segment(address_of(segment), segment.nbytes, frame, layer))
+        check_segments(segments, staging.layout.extents(), written=gathering)
+        stream = staging.current_stream()
         for host, (_, payload) in zip(checked, frames, strict=True):
             for layer, segment in zip(self.layers, payload, strict=True):
                 staging.move(layer, host, segment, stream, gathering=gathering)

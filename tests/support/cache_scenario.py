@@ -87,6 +87,9 @@ class LayeredKV(OracleKV):
     def gather_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
         segment[:] = self.expected(layer, first_token, num_tokens)
 
+    def wait_gathered(self) -> None:
+        """What was gathered is there."""
+
     def scatter_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
         assert bytes(segment) == self.expected(layer, first_token, num_tokens), "KV of other tokens"
         self.layers.append((layer, first_token, num_tokens))

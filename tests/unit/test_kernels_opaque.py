@@ -77,6 +77,39 @@ def test_a_scatter_that_names_a_block_twice_and_short_payloads_are_refused() -> 
         blocks.gather([1, 2], [memory.toreadonly() for memory in payload])
 
 
+def test_ids_may_be_a_tensor_and_must_be_integers() -> None:
+    layers = layers_of("apart")
+    blocks = OpaqueBlocks(layers)
+    payload = [memoryview(bytearray(2 * blocks.block_nbytes)) for _ in layers]
+    blocks.gather(torch.tensor([4, 1], dtype=torch.int32), payload)
+    assert [bytes(memory) for memory in payload] == payload_of(layers, [4, 1])
+    with pytest.raises(TypeError, match="float"):
+        blocks.gather([1.0, 2.0], payload)
+
+
+def test_payloads_that_overlap_each_other_or_the_engine_are_refused() -> None:
+    layers = [torch.zeros(BLOCKS, 42, dtype=torch.uint8) for _ in range(2)]
+    blocks, memory = OpaqueBlocks(layers), memoryview(bytearray(2 * 84))
+    with pytest.raises(ValueError, match="segment 1 of frame 0 overlaps another one"):
+        blocks.gather([0, 1], [memory[:84], memory[83:167]])
+    inside = memoryview(layers[0].numpy()).cast("B")[-84:]
+    for move in (blocks.gather, blocks.scatter):
+        with pytest.raises(ValueError, match="segment 1 of frame 0 overlaps the engine's own memory"):
+            move([0, 1], [memory[:84], inside])
+
+
+def test_tensors_that_are_not_memory_of_the_host_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="tensor 0 is on meta"):
+        OpaqueBlocks([torch.empty(4, 3, 8, device="meta")])
+    emptied = torch.zeros(4, 3, 8)
+    emptied.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedModel, match="a storage of 0"):
+        OpaqueBlocks([emptied])
+    whole = torch.zeros(7, 3, 8)
+    with pytest.raises(UnsupportedModel, match="plane 0 of layer 0 and plane 0 of layer 1 overlap"):
+        OpaqueBlocks([whole[:4], whole[3:]])
+
+
 def test_blocks_with_holes_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="holes or overlap"):
         OpaqueBlocks([torch.zeros(4, 3, 8)[..., :6]])

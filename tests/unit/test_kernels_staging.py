@@ -312,6 +312,68 @@ def test_an_engine_stores_and_loads_layer_by_layer_through_staging(device: LazyD
         assert engine.stats().memory.leases == 0
 
 
+def test_frames_of_fewer_layers_than_the_kv_has_are_whole_when_they_are_found() -> None:
+    """A model part, as of a pipeline: the engine's last layer is not the last one of the KV."""
+    tokens, device, source = (
+        prompt(1, 2 * CHUNK),
+        LazyDevice(engine_greedy=True),
+        random_layers(5, LAYERS + 1),
+    )
+    staging, _ = staged(device, source)
+    found: list[bytes] = []
+
+    class Target:
+        def scatter(self, first: int, num_tokens: int, payload: list[memoryview]) -> None:
+            found.extend(bytes(segment) for segment in payload)
+
+    with engine_of(config_of(cpu())) as engine:
+        for _ in engine.store_layers(tokens, PagedLayers(staging, range(2 * CHUNK))):
+            pass
+        engine.retrieve(tokens, Target())
+    chunks = [expected(source[:LAYERS], list(range(at, at + CHUNK))) for at in (0, CHUNK)]
+    assert found == chunks[0] + chunks[1]
+
+
+def test_an_engine_stores_and_loads_layer_by_layer_on_the_host() -> None:
+    tokens, slots = prompt(1, 3 * CHUNK), torch.randperm(NUM_SLOTS)[: 3 * CHUNK]
+    source, target = random_layers(5), random_layers(6)
+    with engine_of(config_of(cpu())) as engine:
+        for _ in engine.store_layers(tokens, PagedKV.from_blocks(source, axes="nhse").by_layer(slots)):
+            pass
+        loads = PagedKV.from_blocks(target, axes="nhse").by_layer(slots)
+        assert [x.num_tokens for x in engine.retrieve_layers(tokens, loads)] == [3 * CHUNK] * LAYERS
+    assert expected(target, slots.tolist()) == expected(source, slots.tolist())
+
+
+def test_payloads_that_overlap_each_other_are_refused_on_a_device_too() -> None:
+    device = LazyDevice(engine_greedy=True, ours_greedy=True)
+    _, mover = staged(device, random_layers(1))
+    nbytes = HEADS * 20 * CONTENT
+    memory = memoryview(bytearray(LAYERS * nbytes))
+    segments = [memory[nbytes * layer : nbytes * (layer + 1)] for layer in range(LAYERS - 1)]
+    shared = memory[nbytes - 1 : 2 * nbytes - 1]
+    with pytest.raises(ValueError, match="of frame 0 overlaps another one"):
+        mover.move([(range(20), [*segments, shared])], gathering=True)
+    assert device.live == (0, 0, 0)
+    mover.move([(range(20), [*segments, shared])], gathering=False)
+
+
+def test_a_thread_that_works_on_another_device_queues_nothing() -> None:
+    device = LazyDevice(failing="check_thread")
+    staging, mover = staged(device, random_layers(1))
+    with pytest.raises(DeviceError, match="check_thread failed on purpose"):
+        mover.move([(range(4), room_for(4))], gathering=True)
+    with pytest.raises(DeviceError, match="check_thread failed on purpose"):
+        PagedLayers(staging, range(4)).scatter_layer(0, 0, 4, room_for(4)[0])
+    assert device.live == (0, 0, 0)
+
+
+def test_kv_on_a_device_is_not_narrowed() -> None:
+    layers = [torch.empty(4, 2, 16, 64, dtype=torch.bfloat16, device="meta")]
+    with pytest.raises(UnsupportedModel, match="the KV is on meta; only KV on the host can be narrowed"):
+        PagedKV.from_blocks(layers, axes="nhse", narrow=True)
+
+
 def test_a_store_that_ends_early_gives_the_frames_back_once_its_copies_end(device: LazyDevice) -> None:
     tokens = prompt(1, 3 * CHUNK)
     staging, _ = staged(device, random_layers(5))
@@ -330,6 +392,16 @@ def test_layers_outside_the_slots_are_refused() -> None:
     layers = PagedLayers(staging, range(20))
     with pytest.raises(ValueError, match="4 tokens from 18 on, of 20 slots"):
         layers.gather_layer(0, 18, 4, room_for(4)[0])
+    with pytest.raises(ValueError, match="4 tokens from -20 on, of 20 slots"):
+        layers.scatter_layer(0, -20, 4, room_for(4)[0])
+    with pytest.raises(ValueError, match="0 tokens from 3 on, of 20 slots"):
+        layers.gather_layer(0, 3, 0, memoryview(bytearray()))
+    with pytest.raises(ValueError, match=r"payload segment 1 of frame 0 must be .* not 9"):
+        layers.gather_layer(1, 0, 4, memoryview(bytearray(9)))
+    for move in (layers.gather_layer, layers.scatter_layer):
+        for layer in (LAYERS, -1, 10**6):
+            with pytest.raises(ValueError, match=f"layer {layer} of {LAYERS}"):
+                move(layer, 0, 4, room_for(4)[0])
     with pytest.raises(ValueError, match="slot 3 is named twice"):
         PagedLayers(staging, torch.tensor([3, 3]))
 
@@ -349,7 +421,9 @@ def test_paged_kv_on_a_device_moves_frames_and_single_layers_through_one_staging
     want = expected(layers, list(range(20)))
     assert [bytes(segment) for segment in payload] == want
     assert bytes(one[0]) == want[1]
-    kv.by_layer(range(20)).gather_layer(2, 0, 20, one[0])
+    by_layer = kv.by_layer(range(20))
+    by_layer.gather_layer(2, 0, 20, one[0])
+    by_layer.wait_gathered()
     assert bytes(one[0]) == want[2]
     assert device.live[0] == 1
 
@@ -360,8 +434,6 @@ def test_kv_where_no_device_can_move_it_is_refused_and_says_what_is_missing() ->
         PagedKV.from_blocks(layers, axes="nhse")
     with pytest.raises(UnsupportedModel, match="tensor 1 is on cpu, the first on meta"):
         PagedKV.from_blocks([*layers, torch.empty(4, 2, 16, 64, dtype=torch.bfloat16)], axes="nhse")
-    with pytest.raises(ValueError, match="by_layer is for KV on a device"):
-        PagedKV.from_blocks(random_layers(1), axes="nhse").by_layer(range(3))
 
 
 # -- CUDA calls and pinning ------------------------------------------------------------------------
