@@ -8,8 +8,8 @@
 # registered memory, and prints rates beside plain copies. Where torch finds the GPU, it also runs gpu/staged.py.
 # Without a GPU it stops after the twin, says so, and succeeds: it builds, and its index arithmetic is right.
 set -euo pipefail
-cd "$(dirname "$0")"
 [ $# -eq 0 ] || exec > >(tee "$1") 2>&1
+cd "$(dirname "$0")"
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import lmcache_core_kernels
+
 ROOT = Path(__file__).parents[2]
 TOOLS = ("cc", "c++", "gcc", "g++", "as", "ld", "ar", "ranlib", "nm", "cmake", "ninja", "make", "sh", "uname")
 
@@ -84,3 +86,20 @@ def test_the_gpu_check_builds_and_its_host_twin_passes() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "built for sm_90" in done.stdout
     assert "host and twin: baseline" in done.stdout
+
+
+def test_a_cuda_library_that_does_not_load_costs_the_gpu_alone_and_is_told(tmp_path: Path) -> None:
+    package = tmp_path / "lmcache_core_kernels"
+    for source in map(Path, lmcache_core_kernels.__path__):
+        shutil.copytree(source, package, dirs_exist_ok=True)
+    for bad in (b"garbage", (package / "liblmcache_core_kernels.so").read_bytes()):
+        (package / "liblmcache_core_kernels_cuda.so").write_bytes(bad)
+        done = subprocess.run(
+            [sys.executable, "-m", "lmcache_core_kernels"],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "no CUDA (" in done.stdout
+        assert "liblmcache_core_kernels_cuda.so" in done.stdout

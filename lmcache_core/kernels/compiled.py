@@ -27,17 +27,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ABI = 2
+"""Of the kernels package that this was written for: another one's structures are not these."""
+
 
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
     """The compiled kernels; None where they are not installed, or (told once in the log) can't be loaded."""
     try:
-        from lmcache_core_kernels.abi import host_library
+        from lmcache_core_kernels import abi
     except ImportError:
         return None
     try:
-        return host_library()
-    except (OSError, AttributeError) as error:
+        if abi.ABI != ABI:
+            raise OSError(f"it has ABI {abi.ABI}, and {ABI} is needed: install the version of this core")
+        return abi.host_library()
+    except OSError as error:
         log.warning("lmcache-core-kernels can't be used, KV is moved by torch instead: %s", error)
         return None
 

@@ -14,6 +14,17 @@ needs_kernels = pytest.mark.skipif(native_library() is None, reason="lmcache-cor
 
 
 @needs_kernels
+def test_a_kernels_package_of_another_abi_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lmcache_core_kernels import abi
+
+    monkeypatch.setattr(abi, "ABI", 1)
+    assert native_library.__wrapped__() is None
+    assert "it has ABI 1, and 2 is needed" in caplog.text
+
+
+@needs_kernels
 def test_a_payload_in_the_engines_memory_is_found_beside_one_that_ends_before_it() -> None:
     memory = bytearray(1 << 16)
     blocks = torch.frombuffer(memory, dtype=torch.float32)[4096 : 4096 + 128].view(4, 4, 1, 8)

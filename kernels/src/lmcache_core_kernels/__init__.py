@@ -15,10 +15,12 @@ class BuildInfo:
     instructions: str
     """What the host's copies use here: `avx512`, `avx2` or `baseline`."""
     cuda: str
-    """Toolkit and architectures of the device library; empty where nvcc was not there at build time."""
+    """Toolkit and architectures of the device library; empty where there is none that can be loaded."""
+    no_cuda: str = "nvcc was not there at build time"
+    """Why `cuda` is empty, if it is."""
 
     def __str__(self) -> str:
-        device = f"CUDA {self.cuda}" if self.cuda else "no CUDA (nvcc was not there at build time)"
+        device = f"CUDA {self.cuda}" if self.cuda else f"no CUDA ({self.no_cuda})"
         return f"lmcache-core-kernels {self.version}: host ({self.instructions}), {device}"
 
 
@@ -26,13 +28,17 @@ def build_info() -> BuildInfo:
     """Loads the libraries and asks them. Needs neither a GPU nor a driver.
 
     Raises:
-        OSError: a library is missing, doesn't load, or belongs to another version of this package.
+        OSError: the host's library is missing, doesn't load, or belongs to another version of this package.
     """
     from importlib.metadata import version
 
     from lmcache_core_kernels.abi import device_library, host_library
 
     instructions = host_library().lmck_instructions().decode()
-    device = device_library()
+    here = version("lmcache-core-kernels")
+    try:
+        device = device_library()
+    except OSError as error:
+        return BuildInfo(here, instructions, "", str(error))
     cuda = "" if device is None else device.lmck_device_built_for().decode()
-    return BuildInfo(version("lmcache-core-kernels"), instructions, cuda)
+    return BuildInfo(here, instructions, cuda)

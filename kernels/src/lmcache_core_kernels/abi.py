@@ -116,9 +116,12 @@ def _load(name: str, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
     with _lock:
         if name not in _loaded:
             library = ctypes.CDLL(str(_path(name)))
-            if library.lmck_abi() != ABI:
-                raise OSError(f"{_path(name)} has ABI {library.lmck_abi()}, this package {ABI}")
-            declare(library)
+            try:
+                if library.lmck_abi() != ABI:
+                    raise OSError(f"{_path(name)} has ABI {library.lmck_abi()}, this package {ABI}")
+                declare(library)
+            except AttributeError as error:
+                raise OSError(f"{_path(name)} is another library: {error}") from error
             _loaded[name] = library
         return _loaded[name]
 
