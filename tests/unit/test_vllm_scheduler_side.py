@@ -283,6 +283,22 @@ def test_an_image_salt_or_adapter_is_part_of_the_name(make: Any, engine: CacheEn
     assert side.matched(request(name="d", mm_features=[image]), 0) == (256, False)
 
 
+def test_an_adapter_whose_files_change_is_left_out_from_then_on(make: Any, tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"weights")
+    (tmp_path / "adapter_config.json").write_bytes(b"{}")
+    adapter = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path=str(tmp_path))
+    side = make()
+    assert side.contents.of(request(lora_request=adapter)) is not None
+    before = side.contents.of(request(lora_request=adapter))
+    weights.write_bytes(b"other weights")
+    assert side.contents.of(request(lora_request=adapter)) is None, "vLLM may hold either"
+    after = make().contents.of(request(lora_request=adapter))
+    for content in (before, after):
+        side.contents.grow(content, request(), 512)
+    assert before.hashes != after.hashes
+
+
 def test_a_new_epoch_shares_nothing_with_what_was_before(make: Any, engine: CacheEngine) -> None:
     keep(engine, PROMPT[:512])
     side = make()

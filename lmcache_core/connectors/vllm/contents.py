@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lmcache_core.errors import LMCacheError
 from lmcache_core.identity import Content, Extra, ModelRecord, encode, weights_fingerprint
 
 log = logging.getLogger(__name__)
+
+_State: TypeAlias = tuple[tuple[str, int, int, int, int], ...]
 
 
 class Contents:
@@ -19,7 +22,7 @@ class Contents:
     def __init__(self, model: ModelRecord) -> None:
         self._model = model
         self._epoch = b""
-        self._adapters: dict[tuple[str, int, str], bytes | None] = {}
+        self._adapters: dict[tuple[str, int, str], tuple[_State, bytes | None]] = {}
         self._said: set[str] = set()
 
     def new_epoch(self, epoch: bytes) -> None:
@@ -38,7 +41,7 @@ class Contents:
         if (adapter := request.lora_request) is not None:
             fingerprint = self._adapter(adapter)
             if fingerprint is None:
-                self._leave_out(f"the files of adapter {adapter.lora_name!r} can't be read")
+                self._leave_out(f"the files of adapter {adapter.lora_name!r} can't be read, or have changed")
                 return None
             lora = fingerprint
         if self._epoch:
@@ -71,20 +74,33 @@ class Contents:
         if getattr(adapter, "load_inplace", False) or getattr(adapter, "tensorizer_config_dict", None):
             return None
         name = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
-        if name not in self._adapters:
-            try:
-                folder = Path(adapter.lora_path)
+        folder = Path(adapter.lora_path)
+        try:
+            state = _state(folder)
+            if name not in self._adapters:
                 weights = weights_fingerprint(folder)
                 config = (folder / "adapter_config.json").read_bytes()
-                self._adapters[name] = blake2b(
-                    encode([weights, config]), digest_size=32, person=b"lmcache-core l2"
-                ).digest()
-            except (OSError, LMCacheError) as error:
+                self._adapters[name] = (
+                    state,
+                    blake2b(encode([weights, config]), digest_size=32, person=b"lmcache-core l2").digest(),
+                )
+        except (OSError, LMCacheError) as error:
+            if name not in self._adapters:
                 log.warning("adapter %s: %s", adapter.lora_name, error)
-                self._adapters[name] = None
-        return self._adapters[name]
+                self._adapters[name] = (), None
+            return None
+        known, fingerprint = self._adapters[name]
+        # Of files that are others by now, vLLM may hold the old weights or the new ones.
+        return fingerprint if state == known else None
 
     def _leave_out(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
             log.warning("a request is left out of the cache, and others like it will be: %s", reason)
+
+
+def _state(folder: Path) -> _State:
+    """Another one when a file of an adapter changes."""
+    with os.scandir(folder) as entries:
+        stats = sorted((entry.name, entry.stat()) for entry in entries)
+    return tuple((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
