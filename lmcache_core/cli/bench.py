@@ -34,14 +34,20 @@ def command() -> None:
 @click.option(
     "--matmul", type=click.IntRange(1), help="Compute a product of two N x N matrices with torch instead."
 )
-@click.option("--tokens", type=click.IntRange(1), default=1024, show_default=True, help="Length of the hit.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(16),
+    default=1024,
+    show_default=True,
+    help="Length of the hit; rounded down to a multiple of 16.",
+)
 @click.option("--layers", type=click.IntRange(1), default=32, show_default=True)
 @click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads, of 128 bf16.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs of each kind.")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Draws the timeline too. Needs matplotlib.",
+    help="Draws the timeline too, as .png, .pdf or .svg. Needs matplotlib.",
 )
 def pipeline(
     config: Path | None,
@@ -61,15 +67,23 @@ def pipeline(
     from lmcache_core.cli.bench_pipeline import Shape, compute_of, draw, measure, require_plot
 
     if plot is not None:
+        if plot.suffix not in (".png", ".pdf", ".svg"):
+            raise click.BadParameter(f"{plot} ends in none of .png, .pdf, .svg", param_hint="--plot")
+        if not plot.absolute().parent.is_dir():
+            raise click.BadParameter(f"there is no directory {plot.absolute().parent}", param_hint="--plot")
         require_plot()
+    tokens -= tokens % 16
     compute = compute_of(compute_ms / 1e3, matmul)
     shape = Shape(num_tokens=tokens, num_layers=layers, num_heads=heads)
     timeline = measure(config, shape, compute, repeats)
     table = Table(box=None, pad_edge=False)
-    for title in ("layer", "load from", "to", "compute from", "to ms"):
+    for title in ("layer", "load from", "arrived", "scattered", "compute from", "to ms"):
         table.add_column(title, justify="right")
     for layer, times in enumerate(timeline.layers):
-        moments = (times.load_from, times.load_to, times.compute_from, times.compute_to)
+        moments = (
+            *(times.load_from, times.arrived, times.load_to),
+            *(times.compute_from, times.compute_to),
+        )
         table.add_row(str(layer), *(f"{moment * 1e3:.1f}" for moment in moments))
     console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     console.print(table)

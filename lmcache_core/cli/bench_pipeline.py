@@ -44,9 +44,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """One layer's moments, in seconds since the load began. A load lasts from its request to its scatter."""
+    """One layer's moments, in seconds since the load began."""
 
     load_from: float
+    arrived: float
+    """It is in memory, verified. It is scattered when the caller asks for it."""
     load_to: float
     compute_from: float
     compute_to: float
@@ -194,7 +196,7 @@ def draw(timeline: Timeline, file: Path) -> None:
         figure = import_module("matplotlib.figure").Figure(figsize=(9, 0.22 * len(timeline.layers) + 1.6))
     axes = figure.subplots()
     for height, name, spans in (
-        (-0.2, "loaded and scattered", [(times.load_from, times.load_to) for times in timeline.layers]),
+        (-0.2, "loaded", [(times.load_from, times.arrived) for times in timeline.layers]),
         (0.2, "computed", [(times.compute_from, times.compute_to) for times in timeline.layers]),
     ):
         axes.barh(
@@ -234,6 +236,7 @@ def _run(
     return [
         LayerTimes(
             load_from=load.requested_at - started,
+            arrived=load.arrived_at - started,
             load_to=load.scattered_at - started,
             compute_from=begun - started,
             compute_to=ended - started,
@@ -249,7 +252,11 @@ def _config(file: Path | None, shape: Shape) -> Iterator[CacheConfig]:
         yield load_config(file)
         return
     nbytes = 2 * padded_nbytes(shape.nbytes) + (64 << 20)
-    with tempfile.TemporaryDirectory(prefix=".bench-pipeline-", dir=Path.cwd()) as folder:
+    try:
+        directory = tempfile.TemporaryDirectory(prefix=".bench-pipeline-", dir=Path.cwd())
+    except OSError as error:
+        raise click.ClickException(f"nothing can be written below {Path.cwd()}: {error}") from error
+    with directory as folder:
         tier = {
             "name": "disk",
             "backend": "disk",

@@ -32,10 +32,28 @@ def test_it_prints_each_layers_moments_and_the_overlap(run: Any, tmp_path: Path)
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.output.splitlines() if re.match(r" *\d+ +\d", line)]
     assert [row[0] for row in rows] == ["0", "1", "2"]
-    for _, load_from, load_to, compute_from, compute_to in rows:
-        assert float(load_from) <= float(load_to) <= float(compute_from) < float(compute_to)
+    for _, *moments in rows:
+        load_from, arrived, scattered, compute_from, compute_to = map(float, moments)
+        assert load_from <= arrived <= scattered <= compute_from < compute_to
     assert "Overlap: " in result.output
     assert not list(tmp_path.iterdir()), "its tier's directory is left"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--plot", "out.xyz"), "out.xyz ends in none of .png, .pdf, .svg"),
+        (("--plot", "nowhere/out.png"), "there is no directory"),
+        (("--tokens", "15"), "15 is not in the range x>=16"),
+    ],
+)
+def test_what_cannot_be_drawn_or_loaded_is_refused_before_it_measures(
+    run: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, str], says: str
+) -> None:
+    monkeypatch.setattr("lmcache_core.cli.bench_pipeline.measure", None)
+    result = run(*SMALL, *arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
 
 
 def test_it_measures_the_tiers_of_a_config_but_for_the_memory(run: Any, tmp_path: Path) -> None:
@@ -95,7 +113,7 @@ def test_the_plot_has_a_bar_of_loading_and_one_of_computing_for_each_layer(
 def test_the_overlap_is_what_a_pipeline_saves_of_the_shorter_of_the_two() -> None:
     def of(*ends: float) -> Timeline:
         layers = [
-            LayerTimes(load_from=0.0, load_to=end - 1.0, compute_from=end - 1.0, compute_to=end)
+            LayerTimes(load_from=0, arrived=0, load_to=end - 1, compute_from=end - 1, compute_to=end)
             for end in ends
         ]
         return Timeline(layers=layers, load_s=4.0)
