@@ -162,7 +162,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        return ConnectorStats(data=data or {})
+        return ConnectorStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
