@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lmcache_core.kernels import mover_text
-from lmcache_core.registry import PluginState, discover
+from lmcache_core.registry import PluginInfo, PluginState, discover
 
 
 @click.command("plugins")
@@ -19,9 +21,16 @@ def command() -> None:
     a plugin can't be used.
     """
     found = discover().checked()
-    if not found:
+    if found:
+        Console(soft_wrap=False).print(_table(found))
+    else:
         click.echo("No plugins are installed. Install one by its name: pip install lmcache-core-NAME")
-        return
+    click.echo(f"\nKV is moved by {mover_text()}")
+    if any(plugin.state is not PluginState.OK for plugin in found):
+        raise SystemExit(1)
+
+
+def _table(found: Sequence[PluginInfo]) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("name", "version", "api", "state", "cause"):
         table.add_column(title, overflow="fold")
@@ -29,7 +38,4 @@ def command() -> None:
         api = f"{plugin.api[0]}.{plugin.api[1]}" if plugin.api is not None else "-"
         cells = (plugin.name, plugin.version or "-", api, plugin.state.value, plugin.cause)
         table.add_row(*(Text(cell) for cell in cells))  # Text: foreign words are no markup
-    Console(soft_wrap=False).print(table)
-    click.echo(f"\nKV is moved by {mover_text()}")
-    if any(plugin.state is not PluginState.OK for plugin in found):
-        raise SystemExit(1)
+    return table

@@ -233,6 +233,7 @@ def test_no_plugin_at_all_says_how_to_get_one(
     result = run("plugins")
     assert result.exit_code == 0
     assert "pip install lmcache-core-NAME" in result.output
+    assert "\nKV is moved by " in result.output
 
 
 def test_a_plugins_command_is_listed_and_run_and_cant_replace_one_of_ours(
