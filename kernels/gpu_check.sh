@@ -39,13 +39,14 @@ else
 fi
 "$build/check" staged "$RANDOM"
 "$build/check" rates
-if python3 -c 'import sys, torch, lmcache_core; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then
+path="..:${PYTHONPATH:-}"
+if PYTHONPATH="$path" python3 -c 'import sys, torch, lmcache_core; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then
   mkdir "$build/lmcache_core_kernels"
   cp src/lmcache_core_kernels/*.py "$build/lmcache_core_kernels/"
   cp "$build/libhost.so" "$build/lmcache_core_kernels/liblmcache_core_kernels.so"
   nvcc -arch=sm_90 -std=c++17 -O3 -Iinclude -DLMCK_BUILT_FOR='"sm_90"' -Xcompiler -fPIC -shared \
     csrc/device.cu csrc/runtime.cu -o "$build/lmcache_core_kernels/liblmcache_core_kernels_cuda.so"
-  PYTHONPATH="$build:..:${PYTHONPATH:-}" python3 gpu/staged.py "$RANDOM"
+  PYTHONPATH="$build:$path" python3 gpu/staged.py "$RANDOM"
 else
   echo "no torch with CUDA, or no lmcache_core, in this python3: gpu/staged.py is left out"
 fi

@@ -208,7 +208,8 @@ double rate(double bytes, cudaStream_t stream, const std::function<void(int)> &w
   return bytes / (times[7] * 1e6);
 }
 
-// An 8B shape: 32 layers, 8 heads of 128, bf16, packed [blocks, heads, slots, 2 dim]; random pages, other ones each run.
+// Of an 8B shape, 8 heads of 128, bf16, packed [blocks, heads, slots, 2 dim]; random pages, other ones each run. As many
+// layers, 32 at most, as leave a frame one whole page or more in each.
 int rates() {
   constexpr int64_t kLayers = 32, kHeads = 8, kRow = 512, kTokens = 65536;
   constexpr int64_t kLayerNbytes = kTokens * kHeads * kRow;
@@ -223,18 +224,18 @@ int rates() {
   std::mt19937_64 rng(7);
 
   std::printf("\nGB/s of payload; a device-to-device copy of the same bytes beside it, in the same run\n");
-  std::printf("| frame | page | gather | scatter | plain D2D | gather + D2H | H2D + scatter | pinned D2H | pinned H2D |\n");
-  std::printf("|---|---|---|---|---|---|---|---|---|\n");
+  std::printf("| frame | layers | page | gather | scatter | plain D2D | gather + D2H | H2D + scatter | pinned D2H | pinned H2D |\n");
+  std::printf("|---|---|---|---|---|---|---|---|---|---|\n");
   for (const int64_t mib : {1, 4, 32}) {
     for (const int64_t page : {16, 128}) {
-      const int64_t nbytes = mib << 20, num_tokens = nbytes / (kLayers * kHeads * kRow);
-      if (num_tokens < 1) continue;
+      const int64_t nbytes = mib << 20, layers = std::min(kLayers, nbytes / (page * kHeads * kRow));
+      const int64_t num_tokens = nbytes / (layers * kHeads * kRow);
       std::vector<lmck_plane> planes;
-      for (int64_t l = 0; l < kLayers; ++l) {
+      for (int64_t l = 0; l < layers; ++l) {
         const uint64_t base = reinterpret_cast<uint64_t>(engine.at) + static_cast<uint64_t>(l * kLayerNbytes);
         planes.push_back({base, page * kRow, page * kHeads * kRow, kRow});
       }
-      const lmck_layout layout{planes.data(), kLayers, 1, kHeads, kTokens, page, kRow, 0};
+      const lmck_layout layout{planes.data(), layers, 1, kHeads, kTokens, page, kRow, 0};
       constexpr int kWays = 8;  // other pages and another staging place each run
       Device<int64_t> slots(static_cast<size_t>(kWays * num_tokens));
       std::vector<int64_t> host(static_cast<size_t>(kWays * num_tokens));
@@ -248,8 +249,8 @@ int rates() {
       const auto move = [&](int run, bool gather) {
         const int way = run % kWays;
         std::vector<uint64_t> segments;
-        for (int64_t l = 0; l < kLayers; ++l) {
-          segments.push_back(reinterpret_cast<uint64_t>(staging.at) + static_cast<uint64_t>(way * kMost + l * (nbytes / kLayers)));
+        for (int64_t l = 0; l < layers; ++l) {
+          segments.push_back(reinterpret_cast<uint64_t>(staging.at) + static_cast<uint64_t>(way * kMost + l * (nbytes / layers)));
         }
         const lmck_frame frame{slots.at + way * num_tokens, segments.data(), 8, 0, num_tokens};
         lmck_fault fault{};
@@ -268,7 +269,7 @@ int rates() {
           rate(bytes, stream, [&](int run) { cudaMemcpyAsync(pinned, at(run), size, cudaMemcpyDeviceToHost, stream); }),
           rate(bytes, stream, [&](int run) { cudaMemcpyAsync(at(run), pinned, size, cudaMemcpyHostToDevice, stream); }),
       };
-      std::printf("| %ld MiB | %ld |", (long)mib, (long)page);
+      std::printf("| %ld MiB | %ld | %ld |", (long)mib, (long)layers, (long)page);
       for (const double result : results) std::printf(" %.1f |", result);
       std::printf("\n");
     }
