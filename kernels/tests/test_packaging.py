@@ -38,10 +38,13 @@ def test_a_wheel_without_nvcc_has_the_host_library_and_says_so(tmp_path: Path) -
     assert built.returncode == 0, built.stdout + built.stderr
     [file] = tmp_path.glob("*.whl")
     assert file.name.startswith("lmcache_core_kernels-0.1.0-py3-none-linux")
-    names = zipfile.ZipFile(file).namelist()
+    archive = zipfile.ZipFile(file)
+    names = archive.namelist()
     assert "lmcache_core_kernels/liblmcache_core_kernels.so" in names
     assert not [name for name in names if "cuda" in name]
     assert any(name.endswith("licenses/third_party/xxhash/LICENSE") for name in names)
+    [licence] = [name for name in names if name.endswith("dist-info/licenses/LICENSE")]
+    assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
     target = tmp_path / "installed"
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, file], check=True)
     said = subprocess.run(
@@ -78,14 +81,20 @@ def test_importing_the_package_and_its_description_loads_no_torch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_the_gpu_check_builds_and_its_host_twin_passes() -> None:
+def test_the_gpu_check_builds_and_its_host_twin_passes(tmp_path: Path) -> None:
     environment = dict(os.environ) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [ROOT / "kernels" / "gpu_check.sh"], env=environment, capture_output=True, text=True, timeout=170
+        [ROOT / "kernels" / "gpu_check.sh", "kept.md"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "built for sm_90" in done.stdout
     assert "host and twin: baseline" in done.stdout
+    assert "host and twin: baseline" in (tmp_path / "kept.md").read_text(), "OUTPUT is relative to the caller"
 
 
 def test_a_cuda_library_that_does_not_load_costs_the_gpu_alone_and_is_told(tmp_path: Path) -> None:

@@ -25,6 +25,16 @@ def test_a_kernels_package_of_another_abi_is_left_alone(
 
 
 @needs_kernels
+def test_a_library_of_another_abi_than_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmcache_core_kernels import abi
+
+    monkeypatch.setattr(abi, "_loaded", {})
+    monkeypatch.setattr(abi, "ABI", 1)
+    with pytest.raises(OSError, match="has ABI 2, this package 1"):
+        abi.host_library()
+
+
+@needs_kernels
 def test_a_payload_in_the_engines_memory_is_found_beside_one_that_ends_before_it() -> None:
     memory = bytearray(1 << 16)
     blocks = torch.frombuffer(memory, dtype=torch.float32)[4096 : 4096 + 128].view(4, 4, 1, 8)

@@ -6,4 +6,7 @@ import sys
 
 from lmcache_core_kernels import build_info
 
-sys.stdout.write(f"{build_info()}\n")
+try:
+    sys.stdout.write(f"{build_info()}\n")
+except OSError as error:
+    sys.exit(f"lmcache-core-kernels can't be used: {error}")
