@@ -33,6 +33,7 @@ class ReferenceMover:
                 _check_rows(number, plane.tensor)
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[layout.content.item_nbytes]
         self._layout = layout
+        self._extents = layout.extents()
         self._bits = bits
         self._layers = [
             [Plane(plane.tensor.view(bits), plane.column) for plane in planes] for planes in layout.layers
@@ -50,7 +51,7 @@ class ReferenceMover:
             for frame, (slots, payload) in enumerate(frames):
                 check_slots(frame, slots, self._layout.num_slots, seen)
                 segments += self._check_payload(frame, payload, len(slots), written=gathering)
-            check_segments(segments, self._layout.extents(), written=gathering)
+            check_segments(segments, self._extents, written=gathering)
             for slots, payload in frames:
                 if isinstance(slots, range):
                     self._move_range(slots, payload, gathering=gathering)

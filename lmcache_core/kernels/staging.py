@@ -143,6 +143,7 @@ class Staging:
         planes = planes_of(layout)
         flat = [abi.Plane(*plane) for layer in planes for plane in layer]
         self.layout = layout  # keeps the memory alive
+        self.extents = layout.extents()
         self.device = device
         self._abi = abi
         self._buffers = buffers.Buffers
@@ -280,7 +281,7 @@ class StagedMover:
             for layer, segment in enumerate(payload):
                 staging.check_segment(frame, layer, len(slots), segment, gathering=gathering)
                 segments.append(Segment(address_of(segment), segment.nbytes, frame, layer))
-        check_segments(segments, staging.layout.extents(), written=gathering)
+        check_segments(segments, staging.extents, written=gathering)
         stream = staging.current_stream()
         for host, (_, payload) in zip(checked, frames, strict=True):
             for layer, segment in zip(self.layers, payload, strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import threading
 
 import pytest
 
@@ -45,6 +47,32 @@ def test_a_payload_in_the_engines_memory_is_found_beside_one_that_ends_before_it
     with pytest.raises(ValueError, match="segment 0 of frame 0 overlaps the engine's own memory"):
         kv.scatter_many([(range(12), [long]), (range(12, 13), [short])])
     assert not any(memory)
+
+
+@needs_kernels
+def test_slots_that_change_during_a_call_lead_nowhere_outside_the_kv() -> None:
+    """Checked in one pass and used in another, they did within some hundred calls."""
+    room = torch.zeros(4 * 4096, 16, 1, 8)
+    kv = PagedKV.from_blocks([room[:4096]], axes="nshe")
+    slots, outside = torch.arange(4096), kv.num_slots + 5000
+    payload = [memoryview(b"\x01" * (len(slots) * kv.content_nbytes))]
+    ended = threading.Event()
+
+    def change() -> None:
+        while not ended.is_set():
+            slots[-1] = outside
+            slots[-1] = len(slots) - 1
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(1000):
+            with contextlib.suppress(ValueError):
+                kv.scatter(slots, payload)
+    finally:
+        ended.set()
+        changing.join()
+    assert not room[4096:].any()
 
 
 @needs_kernels
