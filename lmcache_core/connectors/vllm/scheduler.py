@@ -41,7 +41,11 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """Tracks every unfinished request. For the scheduler's thread; does no I/O and waits at most 2 ms."""
+    """Tracks every unfinished request. For the scheduler's thread; waits at most 2 ms.
+
+    It does no I/O but for requests with an adapter: its files are read when they are first seen, and their
+    state is looked up each time.
+    """
 
     def __init__(
         self,

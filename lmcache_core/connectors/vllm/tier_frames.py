@@ -21,6 +21,7 @@ from lmcache_core.engine.shape import FrameShape
 from lmcache_core.errors import ConfigError
 from lmcache_core.events import Event, EventBus, FrameRejected, StoreShed
 from lmcache_core.identity import Content, StorageKey
+from lmcache_core.kernels.checks import address_of
 from lmcache_core.registry import Registry
 from lmcache_core.tiers import Frame, Marks, MemoryTier, build_chain
 
@@ -169,20 +170,20 @@ class HostRows:
             raise ValueError("vLLM's view of its CPU tier isn't writable and dense")
         self._memory = view.cast("B")
         self._row_nbytes = view.strides[0]
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._address = address_of(self._memory)
 
     def gather(self, row: int, segments: Sequence[memoryview]) -> None:
         """From vLLM's memory; without the GIL."""
         source = self._start(row)
         for segment in segments:
-            ctypes.memmove(_address(segment), source, segment.nbytes)
+            ctypes.memmove(address_of(segment), source, segment.nbytes)
             source += segment.nbytes
 
     def scatter(self, row: int, segments: Sequence[memoryview]) -> None:
         """Into vLLM's memory; without the GIL."""
         target = self._start(row)
         for segment in segments:
-            ctypes.memmove(target, _address(segment), segment.nbytes)
+            ctypes.memmove(target, address_of(segment), segment.nbytes)
             target += segment.nbytes
 
     def release(self) -> None:
@@ -215,7 +216,3 @@ class Losses:
         with self._lock:
             counts, self._counts = self._counts, Counter()
             return counts
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
