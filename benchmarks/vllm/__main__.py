@@ -95,9 +95,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--url")
     parser.add_argument("--model", help="the name under which the server at --url knows its model")
     parser.add_argument("--kind", choices=sorted(KINDS), default="document-qa")
-    parser.add_argument("--document", type=int, default=8192, help="tokens")
-    parser.add_argument("--documents", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=20, help="for each rate")
+    parser.add_argument("--document", type=positive, default=8192, help="tokens")
+    parser.add_argument("--documents", type=positive, default=4)
+    parser.add_argument("--requests", type=positive, default=20, help="for each rate")
     parser.add_argument("--rates", type=lambda text: [float(rate) for rate in text.split(",")], default=[1.0])
     arguments = parser.parse_args()
     for side in arguments.only or ():
@@ -106,6 +106,12 @@ def parse() -> argparse.Namespace:
     if arguments.url and not arguments.model:
         parser.error("--url needs --model")
     return arguments
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
+    return int(text)
 
 
 def measure(
