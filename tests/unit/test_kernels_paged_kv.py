@@ -4,118 +4,44 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from paged_kv import (
+    BLOCK_SLOTS,
+    BLOCKS,
+    DIM,
+    HEADS,
+    LAYERS,
+    MOVERS,
+    SENTINEL,
+    block_place,
+    block_shape,
+    expected_numbers,
+    needs_kernels,
+    new_payload,
+    number,
+    numbered_blocks,
+    numbered_pairs,
+    padded_latents,
+    payload_numbers,
+    places,
+)
 
-from lmcache_core.errors import UnsupportedModel
-from lmcache_core.kernels import PagedKV, paged
+from lmcache_core.kernels import PagedKV
 from lmcache_core.kernels.compiled import native_library
 
-LAYERS, HEADS, DIM = 3, 2, 4
-BLOCKS, BLOCK_SLOTS = 5, 3
-SENTINEL = -7.0
-
-
-MOVERS = ["reference"] if native_library() is None else ["reference", "compiled"]
-
-
-needs_kernels = pytest.mark.parametrize("mover", MOVERS[1:], indirect=True)
-
-
-@pytest.fixture(params=MOVERS, autouse=True)
-def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test holds for both ways to move KV."""
-    if request.param == "reference":
-        monkeypatch.setattr(paged, "native_library", lambda: None)
-    return request.param
-
-
-def number(layer: int, kv: int, head: int, slot: int, element: int) -> float:
-    """The value that the tests put at one place; exact in bfloat16 only where it is below 256."""
-    return float((((layer * 2 + kv) * HEADS + head) * 16 + slot) * DIM + element)
-
-
-def places(num_slots: int) -> Iterator[tuple[int, int, int, int]]:
-    return itertools.product(range(2), range(HEADS), range(num_slots), range(DIM))
-
-
-def block_place(axes: str, kv: int, head: int, slot: int, element: int) -> tuple[int, ...]:
-    """Where an engine with these axes keeps one element."""
-    values = {
-        "c": kv,
-        "h": head,
-        "n": slot // BLOCK_SLOTS,
-        "s": slot % BLOCK_SLOTS,
-        "d": element,
-        "e": kv * DIM + element,
-    }
-    return tuple(values[axis] for axis in axes)
-
-
-def block_shape(axes: str) -> list[int]:
-    sizes = {"c": 2, "h": HEADS, "n": BLOCKS, "s": BLOCK_SLOTS, "d": DIM, "e": 2 * DIM}
-    return [sizes[axis] for axis in axes]
-
-
-def numbered_blocks(axes: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    layers = []
-    for layer in range(LAYERS):
-        tensor = torch.full(block_shape(axes), SENTINEL, dtype=dtype)
-        for kv, head, slot, element in places(BLOCKS * BLOCK_SLOTS):
-            tensor[block_place(axes, kv, head, slot, element)] = number(layer, kv, head, slot, element)
-        layers.append(tensor)
-    return layers
-
-
-def numbered_pairs(
-    axes: str, rows: int, row: int, num_slots: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    sizes = {"b": rows, "h": HEADS, "t": num_slots, "d": DIM}
-    both = []
-    for kv in range(2):
-        layers = []
-        for layer in range(LAYERS):
-            tensor = torch.full([sizes[axis] for axis in axes], SENTINEL)
-            for head, slot, element in itertools.product(range(HEADS), range(num_slots), range(DIM)):
-                place = {"b": row, "h": head, "t": slot, "d": element}
-                tensor[tuple(place[axis] for axis in axes)] = number(layer, kv, head, slot, element)
-            layers.append(tensor)
-        both.append(layers)
-    return both[0], both[1]
-
-
-def new_payload(
-    num_tokens: int, itemsize: int = 4, num_heads: int = HEADS, dim: int = DIM
-) -> list[memoryview]:
-    nbytes = num_heads * num_tokens * 2 * dim * itemsize
-    return [memoryview(bytearray(b"\xa5" * nbytes)) for _ in range(LAYERS)]
-
-
-def payload_numbers(payload: Sequence[memoryview]) -> list[list[float]]:
-    return [list(memory.cast("f")) for memory in payload]
-
-
-def expected_numbers(slots: Sequence[int]) -> list[list[float]]:
-    """The canonical order, written out: [layers][heads, tokens, K then V]."""
-    return [
-        [
-            number(layer, kv, head, slot, element)
-            for head in range(HEADS)
-            for slot in slots
-            for kv in range(2)
-            for element in range(DIM)
-        ]
-        for layer in range(LAYERS)
-    ]
+pytestmark = pytest.mark.usefixtures("mover")
 
 
 BLOCK_AXES = ["cnshd", "ncshd", "nshe", "nhse", "nchsd"]
+
+
 RANGES = [range(15), range(3), range(1, 2), range(4, 6), range(2, 14), range(3, 9), range(8, 10)]
+
+
 INDEXES = [[0], [14, 0, 7], [5, 4, 3, 2], list(range(15))]
 
 
@@ -227,91 +153,6 @@ def test_bits_survive_unchanged_in_every_dtype(dtype: torch.dtype) -> None:
             assert bytes(memory) == want
 
 
-@pytest.fixture(scope="module")
-def tiny_llama() -> LlamaForCausalLM:
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=HEADS,
-        head_dim=8,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def test_gather_reads_what_a_dynamic_cache_was_updated_with() -> None:
-    """The engine's own cache write, for numbered tokens, in two steps as in prefill and decode."""
-    cache = DynamicCache()
-    for tokens in (range(6), range(6, 11)):
-        for layer in range(LAYERS):
-            keys, values = (
-                torch.tensor(
-                    [
-                        [[number(layer, kv, head, t, e) for e in range(DIM)] for head in range(HEADS)]
-                        for t in tokens
-                    ]
-                ).transpose(0, 1)[None]
-                for kv in range(2)
-            )
-            cache.update(keys, values, layer)
-    kv = PagedKV.from_pairs([layer.keys for layer in cache.layers], [layer.values for layer in cache.layers])
-    payload = new_payload(8)
-    kv.gather(range(2, 10), payload)
-    assert payload_numbers(payload) == expected_numbers(range(2, 10))
-
-
-def test_a_cache_filled_by_scatter_continues_a_real_model_as_its_own_cache_does(
-    tiny_llama: LlamaForCausalLM,
-) -> None:
-    tokens = torch.randint(0, 50, [1, 20])
-    with torch.inference_mode():
-        own = tiny_llama(tokens[:, :16], use_cache=True).past_key_values
-        payload = new_payload(16, dim=8)
-        PagedKV.from_pairs([x.keys for x in own.layers], [x.values for x in own.layers]).gather(
-            range(16), payload
-        )
-    for layer, memory in enumerate(payload):  # an element at a time, from the model's cache to the payload
-        numbers = memory.cast("f")
-        for head, token, element in itertools.product(range(HEADS), range(16), range(8)):
-            start = (head * 16 + token) * 16 + element
-            assert numbers[start] == own.layers[layer].keys[0, head, token, element].item()
-            assert numbers[start + 8] == own.layers[layer].values[0, head, token, element].item()
-    loaded = DynamicCache()
-    for layer in range(LAYERS):
-        loaded.update(torch.zeros(1, HEADS, 16, 8), torch.zeros(1, HEADS, 16, 8), layer)
-    PagedKV.from_pairs([x.keys for x in loaded.layers], [x.values for x in loaded.layers]).scatter(
-        range(16), payload
-    )
-    with torch.inference_mode():
-        want = tiny_llama(tokens[:, 16:], cache=own).logits
-        got = tiny_llama(tokens[:, 16:], cache=loaded).logits
-    assert torch.equal(got, want)
-
-
-def test_left_padded_rows_are_read_from_their_own_first_slot(tiny_llama: LlamaForCausalLM) -> None:
-    """Position p of a row padded by n tokens lies in slot n + p, and equals the row run alone."""
-    long, short = torch.randint(1, 50, [12]), torch.randint(1, 50, [7])
-    batch = torch.stack([long, torch.cat([torch.zeros(5, dtype=torch.int64), short])])
-    mask = torch.ones_like(batch)
-    mask[1, :5] = 0
-    with torch.inference_mode():
-        both = tiny_llama(batch, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
-        alone = tiny_llama(short[None])
-    payload = new_payload(7, dim=8)
-    layers = both.past_key_values.layers
-    PagedKV.from_pairs([x.keys for x in layers], [x.values for x in layers], row=1).gather(
-        range(5, 12), payload
-    )
-    for memory, layer in zip(payload, alone.past_key_values.layers, strict=True):
-        got = torch.frombuffer(memory, dtype=torch.float32).view(HEADS, 7, 2, 8)
-        torch.testing.assert_close(got[:, :, 0], layer.keys[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got[:, :, 1], layer.values[0], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("slots", [range(4), torch.arange(4)], ids=["range", "index"])
 def test_tensors_of_inference_mode_and_of_training_are_both_moved(slots: range | torch.Tensor) -> None:
     with torch.inference_mode():
@@ -372,154 +213,6 @@ def test_the_stride_of_a_dimension_of_one_entry_means_nothing() -> None:
         assert payload_numbers(payload) == [want] * LAYERS
 
 
-def overlapping_halves(whole: torch.Tensor, first: int, second: int) -> PagedKV:
-    return PagedKV.from_pairs([whole[..., first : first + 4]], [whole[..., second : second + 4]])
-
-
-def windows(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return whole[:4], whole[3:]
-
-
-def among_each_other(room: torch.Tensor) -> PagedKV:
-    keys = room.as_strided([1, 1, 3, 4], [160, 160, 16, 1])
-    return PagedKV.from_pairs([keys], [room.as_strided([1, 1, 3, 4], [160, 160, 24, 1], 4)])
-
-
-def emptied() -> torch.Tensor:
-    tensor = torch.zeros(4, 2, 8)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-UNFIT: list[tuple[str, Callable[[], object], str]] = [
-    (
-        "shapes that differ between layers",
-        lambda: PagedKV.from_pairs(
-            [torch.zeros(1, 2, 5, 4), torch.zeros(1, 3, 5, 4)], [torch.zeros(1, 2, 5, 4)] * 2
-        ),
-        r"tensor 1 has shape \[1, 3, 5, 4\], the first \[1, 2, 5, 4\]",
-    ),
-    (
-        "K and V of different width",
-        lambda: PagedKV.from_pairs([torch.zeros(1, 2, 5, 4)], [torch.zeros(1, 2, 5, 6)]),
-        r"\[1, 2, 5, 6\]",
-    ),
-    (
-        "more layers of K than of V",
-        lambda: PagedKV.from_pairs([torch.zeros(1, 2, 5, 4)] * 2, [torch.zeros(1, 2, 5, 4)]),
-        "2 layers of K, 1 of V",
-    ),
-    (
-        "a mix of dtypes",
-        lambda: PagedKV.from_pairs([torch.zeros(1, 2, 5, 4)], [torch.zeros(1, 2, 5, 4).bfloat16()]),
-        r"torch\.bfloat16, the first torch\.float32",
-    ),
-    (
-        "a dtype without a content format",
-        lambda: PagedKV.from_pairs([torch.zeros(1, 2, 5, 4).double()], [torch.zeros(1, 2, 5, 4).double()]),
-        "float64; supported are float32",
-    ),
-    (
-        "too few dimensions",
-        lambda: PagedKV.from_blocks([torch.zeros(2, 5, 3, 4)], axes="cnshd"),
-        r"\[2, 5, 3, 4\] has 4 dimensions, axes 'cnshd' name 5",
-    ),
-    (
-        "a K/V axis that is not two",
-        lambda: PagedKV.from_blocks([torch.zeros(5, 2, 3, 2, 4)], axes="cnshd"),
-        "5 entries, not 2",
-    ),
-    (
-        "an odd shared width",
-        lambda: PagedKV.from_blocks([torch.zeros(5, 2, 3, 7)], axes="nhse"),
-        "7 elements",
-    ),
-    (
-        "elements of a head apart",
-        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 4, 5).transpose(2, 3)]] * 2),
-        "not contiguous",
-    ),
-    (
-        "tokens that overlap",
-        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 1, 5, 4).expand(1, 2, 5, 4)]] * 2),
-        "overlap",
-    ),
-    (
-        "K that is V",
-        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4)]] * 2),
-        "plane 0 of layer 0 and plane 1 of layer 0 overlap: .* rows of 160 and 160 bytes",
-    ),
-    (
-        "K and V that share elements",
-        lambda: overlapping_halves(torch.zeros(1, 1, 4, 8), 0, 2),
-        r"plane 0 of layer 0 and plane 1 of layer 0 overlap.*rows of 16 and 16 bytes.*\(\(4, 32\),\)",
-    ),
-    (
-        "layers that share a block",
-        lambda: PagedKV.from_blocks(list(windows(torch.zeros(7, 3, 2, 8))), axes="nshe"),
-        "plane 0 of layer 0 and plane 0 of layer 1 overlap",
-    ),
-    (
-        "K among V, with other strides",
-        lambda: among_each_other(torch.zeros(160)),
-        "lie among each other, with different strides",
-    ),
-    (
-        "KV that is no tensor",
-        lambda: PagedKV.from_blocks([[1.0]], axes="nsd"),
-        "tensor 0 is no tensor but list",
-    ),
-    (
-        "KV that is not dense",
-        lambda: PagedKV.from_blocks([torch.zeros(4, 2, 8).to_sparse()], axes="nsd"),
-        "tensor 0 is torch.sparse_coo, not dense",
-    ),
-    ("KV whose memory was given up", lambda: PagedKV.from_blocks([emptied()], axes="nsd"), "a storage of 0"),
-    (
-        "bytes that don't say what they hold",
-        lambda: PagedKV.from_blocks([torch.zeros(4, 2, 8, dtype=torch.uint8)], axes="nsd"),
-        r"dtype uint8.*tensor.view\(torch.float8_e4m3fn\)",
-    ),
-    (
-        "another device",
-        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4, device="meta")]] * 2),
-        "on meta: that needs CUDA",
-    ),
-    (
-        "tensors that hold nothing",
-        lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 0, 4)]] * 2),
-        "holds nothing",
-    ),
-]
-
-
-@pytest.mark.parametrize(("build", "message"), [row[1:] for row in UNFIT], ids=[row[0] for row in UNFIT])
-def test_tensors_that_strides_cannot_say_are_refused_with_the_numbers(
-    build: Callable[[], object], message: str
-) -> None:
-    with pytest.raises(UnsupportedModel, match=message):
-        build()
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: PagedKV.from_pairs([], []), "no layer"),
-        (lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4)]] * 2, axes="bhtt"), "bhtt"),
-        (lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4)]] * 2, axes="cnshd"), "cnshd"),
-        (lambda: PagedKV.from_pairs(*[[torch.zeros(1, 2, 5, 4)]] * 2, row=1), "row 1 of a batch of 1"),
-        (lambda: PagedKV.from_blocks([torch.zeros(2, 5, 3, 2, 4)], axes="nshd"), "nshd"),
-        (
-            lambda: PagedKV.from_blocks([torch.zeros(4, 2, 8)], axes="nsd", threads=0),
-            "threads must be at least 1, not 0",
-        ),
-    ],
-)
-def test_arguments_that_make_no_sense_are_value_errors(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
 def test_a_read_only_payload_is_scattered_and_not_gathered_into() -> None:
     kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
     payload = new_payload(2)
@@ -531,56 +224,6 @@ def test_a_read_only_payload_is_scattered_and_not_gathered_into() -> None:
     assert [bytes(memory) for memory in copied] == [bytes(memory) for memory in payload]
     with pytest.raises(ValueError, match="read-only: True"):
         kv.gather(range(2), [memory.toreadonly() for memory in payload])
-
-
-@pytest.mark.parametrize(
-    ("slots", "payload", "message"),
-    [
-        (range(0), new_payload(1), "range"),
-        (range(0, 8, 2), new_payload(4), "range"),
-        (range(14, 16), new_payload(2), "among 15"),
-        (range(-1, 1), new_payload(2), "among 15"),
-        (torch.tensor([0, 15]), new_payload(2), "token 1 of frame 0: slot 15 is not among 15"),
-        (torch.tensor([3, -2]), new_payload(2), "token 1 of frame 0: slot -2 is not among 15"),
-        (torch.tensor([0.0]), new_payload(1), "float32"),
-        (torch.tensor([[0]]), new_payload(1), r"\[1, 1\]"),
-        (torch.tensor([], dtype=torch.int64), new_payload(1), r"\[0\]"),
-        (torch.zeros(1, dtype=torch.int64, device="meta"), new_payload(1), "meta"),
-        (torch.zeros(1, dtype=torch.int64).to_sparse(), new_payload(1), "not torch.sparse_coo"),
-        ([0], new_payload(1), "a range or a dense tensor, not list"),
-        (np.array([0]), new_payload(1), "a range or a dense tensor, not ndarray"),
-        (range(2), [bytearray(b"\xa5" * 129)] * 3, "segment 0 of frame 0 must be 128 .* not 129"),
-        (range(2), new_payload(3), "segment 0 of frame 0 must be 128"),
-        (range(2), new_payload(2)[:2], "2 payload segments for 3 layers"),
-        (range(2), [memory[::2] for memory in new_payload(4)], "contiguous"),
-    ],
-    ids=lambda value: None if isinstance(value, list) else str(value),  # a payload's text is an address
-)
-def test_slots_and_payloads_that_do_not_fit_move_nothing(
-    slots: range | torch.Tensor, payload: list[memoryview], message: str
-) -> None:
-    layers = numbered_blocks("cnshd")
-    before = [tensor.clone() for tensor in layers]
-    kv = PagedKV.from_blocks(layers, axes="cnshd")
-    for move in (kv.gather, kv.scatter):
-        with pytest.raises(ValueError, match=message):
-            move(slots, payload)
-    assert all(torch.equal(tensor, old) for tensor, old in zip(layers, before, strict=True))
-    assert {byte for memory in payload for byte in bytes(memory)} == {0xA5}
-
-
-def test_scatter_refuses_a_slot_named_twice() -> None:
-    kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
-    with pytest.raises(ValueError, match="named twice"):
-        kv.scatter(torch.tensor([3, 4, 3]), new_payload(3))
-
-
-def test_scatter_refuses_a_slot_that_two_frames_name_and_writes_neither() -> None:
-    layers = [torch.full(block_shape("cnshd"), SENTINEL) for _ in range(LAYERS)]
-    kv = PagedKV.from_blocks(layers, axes="cnshd")
-    with pytest.raises(ValueError, match="token 2 of frame 1: slot 3 is named twice"):
-        kv.scatter_many([(range(4), new_payload(4)), (torch.tensor([9, 8, 3]), new_payload(3))])
-    assert all(torch.all(tensor == SENTINEL) for tensor in layers)
 
 
 @pytest.mark.parametrize("axes", BLOCK_AXES)
@@ -652,16 +295,6 @@ def test_one_layer_is_moved_alone() -> None:
     assert [bool((tensor != SENTINEL).any()) for tensor in layers] == [False, False, True]
 
 
-def test_one_frame_that_does_not_fit_keeps_every_frame_from_being_written() -> None:
-    kv = PagedKV.from_blocks(numbered_blocks("nshe"), axes="nshe")
-    first = new_payload(2)
-    with pytest.raises(ValueError, match="token 0 of frame 1: slot 15"):
-        kv.gather_many([(range(2), first), (torch.tensor([15]), new_payload(1))])
-    with pytest.raises(ValueError, match="segment 2 of frame 1 must be 64"):
-        kv.gather_many([(range(2), first), (range(1), new_payload(1)[:2] + new_payload(2)[:1])])
-    assert {byte for memory in first for byte in memory} == {0xA5}
-
-
 def test_token_pools_without_a_batch_are_read_by_slot() -> None:
     """SGLang: `k_buffer[layer]` and `v_buffer[layer]` are `[slots, heads, dim]`."""
     keys, values = numbered_pairs("bthd", rows=1, row=0, num_slots=11)
@@ -695,53 +328,6 @@ def test_a_latent_has_one_plane_and_no_v(axes: str) -> None:
     for got, tensor in zip(target, layers, strict=True):
         assert (got != SENTINEL).sum() == 15
         assert torch.all((got == SENTINEL) | (got == tensor))
-
-
-def test_payloads_that_overlap_each_other_or_the_engine_are_refused() -> None:
-    storage = torch.zeros(2 * BLOCKS * BLOCK_SLOTS * HEADS * DIM * LAYERS)
-    layers = list(storage.view(LAYERS, 2, BLOCKS, BLOCK_SLOTS, HEADS, DIM))
-    kv = PagedKV.from_blocks(layers, axes="cnshd")
-    memory = memoryview(bytearray(4 * 128))
-    shared = [memory[:128], memory[256:384], memory[320:448]]
-    with pytest.raises(ValueError, match="segment 2 of frame 0 overlaps another one"):
-        kv.gather(range(2), shared)
-    kv.scatter(range(2), shared)  # reading the same bytes twice harms nobody
-    inside = memoryview(storage.numpy()).cast("B")[64:192]
-    for move in (kv.gather, kv.scatter):
-        with pytest.raises(ValueError, match="segment 1 of frame 0 overlaps the engine's own memory"):
-            move(range(2), [memory[:128], inside, memory[128:256]])
-
-
-@pytest.mark.parametrize("shared", [1, 16])
-def test_payloads_that_share_a_byte_are_refused(shared: int) -> None:
-    kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
-    memory = memoryview(bytearray(4 * 128))
-    segments = [memory[256:384], memory[:128], memory[128 - shared : 256 - shared]]
-    with pytest.raises(ValueError, match="segment 2 of frame 0 overlaps another one"):
-        kv.gather(range(2), segments)
-    assert not any(memory)
-
-
-@pytest.mark.parametrize("axes", ["cnshd", "hnse"])
-def test_the_first_and_last_byte_of_every_plane_are_the_engines(axes: str) -> None:
-    """Also those of the last head, block and slot."""
-    memory = bytearray(1 << 16)
-    room, shape, layers = torch.frombuffer(memory, dtype=torch.float32), block_shape(axes), []
-    numel = torch.Size(shape).numel()
-    starts = [1024 + layer * (numel + 512) for layer in range(LAYERS)]
-    layers = [room[start : start + numel].view(shape) for start in starts]
-    kv = PagedKV.from_blocks(layers, axes=axes)
-    away = memoryview(bytearray(2 * 128))
-    planes = [(4 * (start + i * numel // 2), 2 * numel) for start in starts for i in range(2)]
-    for first, nbytes in planes:
-        for at in (first - 127, first + nbytes - 1):
-            inside = memoryview(memory)[at : at + 128]
-            for move in (kv.gather, kv.scatter):
-                with pytest.raises(ValueError, match="segment 1 of frame 0 overlaps the engine's own memory"):
-                    move(range(2), [away[:128], inside, away[128:]])
-    first, nbytes = planes[0][0], planes[-1][0] + planes[-1][1]
-    kv.gather(range(2), [away[:128], memoryview(memory)[first - 128 : first], away[128:]])
-    kv.gather(range(2), [away[:128], memoryview(memory)[nbytes : nbytes + 128], away[128:]])
 
 
 def test_a_bytearray_is_a_payload_too() -> None:
@@ -799,18 +385,6 @@ def test_k_and_v_may_have_strides_of_their_own(differing: str, slots: range | to
         assert torch.all(got[:, :, rest] == -1)
 
 
-def padded_latents(seed: int) -> list[torch.Tensor]:
-    """vLLM's MLA pages where another group's are larger: 16 latents of 576, then 256 elements of nothing."""
-    page = 16 * 576 + 256
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(0, 999, [5 * page], generator=generator, dtype=torch.int16)
-        .view(torch.bfloat16)
-        .as_strided([5, 16, 576], [page, 576, 1])
-        for _ in range(LAYERS)
-    ]
-
-
 @needs_kernels
 @pytest.mark.parametrize("slots", [range(7, 70), torch.randperm(80)[:33]], ids=["range", "index"])
 def test_pages_with_room_behind_the_last_slot_are_moved(slots: range | torch.Tensor) -> None:
@@ -828,14 +402,6 @@ def test_pages_with_room_behind_the_last_slot_are_moved(slots: range | torch.Ten
     assert all(
         torch.equal(t.view(torch.int16).reshape(80, 576), w) for t, w in zip(target, want, strict=True)
     )
-
-
-@pytest.mark.parametrize("mover", ["reference"], indirect=True)
-def test_without_the_kernels_rows_at_odd_distances_are_refused() -> None:
-    with pytest.raises(
-        UnsupportedModel, match=r"stride 9472 is not a multiple of a row of 576 .*needs lmcache"
-    ):
-        PagedKV.from_blocks(padded_latents(1), axes="nsd")
 
 
 def test_layers_may_lie_among_each_other_and_be_the_same() -> None:
@@ -873,22 +439,6 @@ def test_layers_on_the_host_are_moved_one_by_one(slots: range | torch.Tensor) ->
         layers.gather_layer(3, 0, 5, payload[0])
     with pytest.raises(ValueError, match="must be 320 "):
         layers.gather_layer(0, 0, 5, payload[0][1:])
-
-
-@needs_kernels
-def test_a_payload_is_free_again_after_each_call_and_each_refusal() -> None:
-    kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
-    memory = [bytearray(128) for _ in range(LAYERS)]
-    kv.gather(range(2), [memoryview(segment) for segment in memory])
-    kv.scatter(range(2), [memoryview(segment).toreadonly() for segment in memory])
-    with pytest.raises(ValueError, match="read-only"):
-        kv.gather(
-            range(2), [memoryview(memory[0]), memoryview(memory[1]).toreadonly(), memoryview(memory[2])]
-        )
-    with pytest.raises(ValueError, match="segment 2"):
-        kv.gather(range(2), [memoryview(memory[0]), memoryview(memory[1]), memoryview(memory[2])[:64]])
-    for segment in memory:
-        segment.append(0)  # BufferError while anything still holds it
 
 
 @needs_kernels
