@@ -294,7 +294,8 @@ class CacheEngine:
     ) -> dict[str, int]:
         """Removes this part's frames (of one request, or all known) from the tiers; counts by tier.
 
-        What is pinned or being read stays. Costs at most each tier's deadline.
+        What is pinned or being read stays; what is being written is waited for, and goes. Costs at most each
+        tier's deadline, after which a late write may still land.
 
         Raises:
             ConfigError: `search_range` names an unknown tier.
@@ -306,11 +307,8 @@ class CacheEngine:
             for chunk in range(content.num_chunks + 1):
                 keys += [tail.key for tail in content.tails_after(self.part, chunk)]
             return self._chain.remove(keys, tiers, "cleared")
-        removed: dict[str, int] = {}
-        for tier in tiers:
-            known = tier.index.keys(f"c-{self.part.digest}-")
-            removed |= self._chain.remove(known, (tier,), "cleared")
-        return removed
+        known = self._chain.known(f"c-{self.part.digest}-", tiers)
+        return self._chain.remove(known, tiers, "cleared")
 
     def flush(self, timeout_s: float = CLOSE_DEADLINE_S) -> bool:
         """Waits until all background writes are done. False when the time ran out first."""

@@ -22,7 +22,7 @@ def skipped_tokens(mask: Sequence[bool] | None, num_tokens: int, chunk_tokens: i
     skipped = len(flags) if first < 0 else first
     if flags.find(0, skipped) >= 0:
         raise ValueError("a mask must be False up to some token and True from there on")
-    if skipped % chunk_tokens and skipped != num_tokens:
+    if skipped % chunk_tokens:
         raise ValueError(
             f"the mask skips {skipped} tokens, which is no multiple of the chunk size {chunk_tokens}"
         )

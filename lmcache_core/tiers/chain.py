@@ -353,17 +353,34 @@ class TierChain:
     # -- the whole -------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[StorageKey], tiers: Sequence[Tier], reason: str) -> dict[str, int]:
-        """Removes copies, at most a deadline a tier; leased and pinned ones stay. Counts by tier name."""
-        removed = {}
+        """Removes copies, at most a deadline a tier; leased and pinned ones stay. Counts by tier name.
+
+        Writes of these keys that wait are given up, and those that run waited for: what they bring goes, too.
+        """
+        removed = dict.fromkeys((tier.name for tier in tiers), 0)
+        wanted = frozenset(keys)
+        for tier in self.tiers:
+            if isinstance(tier, StorageTier):  # a write that runs holds the frame in memory, whoever asked
+                until = self._clock() + self.policies[tier.name].deadline_s
+                if tier in tiers:
+                    for key in keys:
+                        tier.writes.withdraw(key, reason)
+                tier.writes.wait_for(wanted, until)
+                if tier in tiers:
+                    removed[tier.name] = tier.remove(keys, reason, until)
         for tier in tiers:
             if isinstance(tier, MemoryTier):
                 removed[tier.name] = tier.remove(keys, reason)
-            else:
-                for key in keys:
-                    tier.writes.withdraw(key, reason)
-                until = self._clock() + self.policies[tier.name].deadline_s
-                removed[tier.name] = tier.remove(keys, reason, until)
         return removed
+
+    def known(self, prefix: str, tiers: Sequence[Tier]) -> list[StorageKey]:
+        """Keys of what these tiers hold, and of what is on its way there."""
+        keys: dict[StorageKey, None] = {}
+        for tier in tiers:
+            keys |= dict.fromkeys(tier.index.keys(prefix))
+            if isinstance(tier, StorageTier):
+                keys |= dict.fromkeys(tier.writes.keys(prefix))
+        return list(keys)
 
     def flush(self, deadline: float) -> bool:
         """Waits until no write waits or runs in any tier."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from lmcache_core.events import Event, StoreShed
@@ -60,12 +60,14 @@ class WriteTarget(Protocol):
 class _Batch:
     """Writes that go to the backend in one call, once the victims that make their room are gone."""
 
-    __slots__ = ("charged", "nbytes", "stuck", "writes")
+    __slots__ = ("charged", "keys", "nbytes", "stuck", "writes")
 
-    def __init__(self, writes: list[Write], charged: int | None = None) -> None:
+    def __init__(self, writes: list[Write], of: _Batch | None = None) -> None:
+        """`of` is the batch that these are left of."""
         self.writes = writes
         self.nbytes = sum(write.nbytes for write in writes)
-        self.charged = self.nbytes if charged is None else charged  # against the bound of active bytes
+        self.charged: int = self.nbytes if of is None else of.charged  # against the bound of active bytes
+        self.keys: list[StorageKey] = [write.key for write in writes] if of is None else of.keys
         self.stuck = False  # a victim could not be deleted
 
 
@@ -98,6 +100,7 @@ class WriteQueue:
         self._ready: deque[_Batch] = deque()  # room reserved, own victims gone
         self._active = 0  # batches past waiting
         self._active_bytes = 0
+        self._active_keys: Counter[StorageKey] = Counter()  # their jobs may hold leases yet
         self._pumping = False
         self._capacity_back_at = 0.0
 
@@ -147,6 +150,15 @@ class WriteQueue:
             keys = list(self._writes)
         for key in keys:
             self.withdraw(key, reason)
+
+    def keys(self, prefix: str) -> list[StorageKey]:
+        """Of the writes that wait or run."""
+        with self._lock:
+            return [key for key in self._writes if key.startswith(prefix)]
+
+    def wait_for(self, keys: Collection[StorageKey], deadline: float) -> None:
+        """Waits until no write of `keys` runs, and none holds its frame; or until the deadline."""
+        self._progress.wait_for(lambda: self._active_keys.keys().isdisjoint(keys), deadline)
 
     def flush(self, deadline: float) -> bool:
         """Waits until nothing waits or runs. False when the deadline came first."""
@@ -207,6 +219,7 @@ class WriteQueue:
         batch = _Batch(writes)
         self._active += 1
         self._active_bytes += batch.charged
+        self._active_keys.update(batch.keys)
         return batch, False
 
     def _make_room(self, wanted: _Batch) -> None:
@@ -221,9 +234,9 @@ class WriteQueue:
                 going.append(write)
                 victims.extend(chosen)
         if not going:
-            self._batch_over(wanted.charged)
+            self._batch_over(wanted)
             return
-        batch = _Batch(going, wanted.charged)
+        batch = _Batch(going, wanted)
         if not victims:
             self._room_made(batch)
             return
@@ -249,7 +262,7 @@ class WriteQueue:
             self._target.index.unreserve(write.nbytes, begun=False)
             self._end(write)
             self._shed(write.key, "no room", "what should leave could not be deleted")
-        self._batch_over(batch.charged)
+        self._batch_over(batch)
 
     def _run(self, batch: _Batch) -> None:
         self._target.submit(
@@ -258,16 +271,17 @@ class WriteQueue:
                 batch.writes,
                 self._stored,
                 self._late,
-                lambda: self._batch_over(batch.charged),
+                lambda: self._batch_over(batch),
                 tier=self._target.name,
                 deadline=self._clock() + self._target.deadline_s,
             )
         )
 
-    def _batch_over(self, charged: int) -> None:
+    def _batch_over(self, batch: _Batch) -> None:
         with self._lock:
             self._active -= 1
-            self._active_bytes -= charged
+            self._active_bytes -= batch.charged
+            self._active_keys -= Counter(batch.keys)
             self._progress.changed()
         self.pump()
 

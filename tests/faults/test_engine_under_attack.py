@@ -71,14 +71,15 @@ def test_names_that_die_with_the_process_keep_out_of_persistent_tiers(tmp_path: 
         assert engine.store(content, OracleKV(prompt(2, CHUNK))).num_tokens == CHUNK
 
 
-def test_a_mask_without_a_true_moves_nothing_not_even_the_tail() -> None:
+def test_a_mask_without_a_true_moves_nothing_and_covers_whole_chunks_as_any_other() -> None:
     tokens = prompt(3, CHUNK + 16)
-    nothing = [False] * len(tokens)
     with engine_of(config_of(cpu())) as engine:
         kv = OracleKV(tokens)
-        assert engine.store(tokens, kv, mask=nothing).num_tokens == 0
-        store(engine, tokens)
-        assert engine.retrieve(tokens, kv, mask=nothing).num_tokens == 0
+        for move in (engine.store, engine.retrieve):
+            assert move(tokens[:CHUNK], kv, mask=[False] * CHUNK).num_tokens == 0
+            with pytest.raises(ValueError, match=f"skips {CHUNK + 16} tokens, which is no multiple"):
+                move(tokens, kv, mask=[False] * len(tokens))
+            store(engine, tokens)
         assert (kv.gathered, kv.scattered) == ([], [])
 
 
@@ -357,6 +358,24 @@ def test_a_clear_of_a_hung_tier_costs_its_deadline_and_wedges_nothing() -> None:
         assert time.monotonic() - started < DEADLINE_S + SLACK_S
         controls.let_go("delete")
         assert eventually(lambda: store_and_find(engine))
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["one request", "everything"])
+def test_what_is_being_written_during_a_clear_does_not_come_back(named: bool) -> None:
+    controls = Controls()
+    tokens = prompt(125, 4 * CHUNK)
+    with build(controls, cpu(), remote(max_in_flight=1)) as engine:
+        entered = controls.hang("put")
+        store(engine, tokens)
+        assert entered.wait(PATIENCE_S)
+        cleared = threading.Thread(target=engine.clear, args=[tokens] if named else [])
+        cleared.start()
+        assert eventually(lambda: engine._chain.tiers[1].writes._progress._waiting)  # it waits for the put
+        controls.let_go("put")
+        cleared.join(PATIENCE_S)
+        assert not cleared.is_alive()
+        settle(engine)
+        assert engine.lookup(tokens).num_tokens == 0
 
 
 def store_and_find(engine: CacheEngine) -> bool:
