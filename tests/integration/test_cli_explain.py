@@ -62,6 +62,15 @@ def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
     return lambda *arguments: CliRunner().invoke(main, ["explain", "--config", "cache.yaml", *arguments])
 
 
+def test_a_folder_without_a_model_is_one_error(tmp_path: Path, explain: Callable[..., Result]) -> None:
+    (tmp_path / "empty").mkdir()
+    for asked in (["--prompt", PROMPT], ["--tokens", "ids"]):
+        (tmp_path / "ids").write_text("1 2 3")
+        result = explain("--model", "empty", *asked)
+        assert result.exit_code == 1
+        assert "empty holds no model with its tokenizer" in result.output
+
+
 def test_explain_tells_a_hit_another_prompt_and_another_model_apart(
     tmp_path: Path, explain: Callable[..., Result]
 ) -> None:

@@ -106,14 +106,47 @@ def test_one_answer_that_differs_is_exit_code_1(monkeypatch: pytest.MonkeyPatch,
     assert result.output.count("DIFFERS") == 1
 
 
-def test_a_worker_that_fails_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
+def test_a_worker_that_dies_ends_the_demo_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = tmp_path / "python"
+    dying.write_text("#!/bin/sh\necho 'no more memory' >&2\nexit 3\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(dying))
+    result = CliRunner().invoke(main, ["demo", "--dir", str(tmp_path / "demo")])
+    assert result.exit_code == 1
+    assert "the first worker ended early" in result.output
+    assert "no more memory" in result.output
+    assert "worker-first.log" in result.output
+
+
+def test_a_folder_without_a_model_is_one_error(tmp_path: Path) -> None:
     empty = tmp_path / "model"
     empty.mkdir()
     result = CliRunner().invoke(main, ["demo", "--model", str(empty), "--dir", str(tmp_path / "demo")])
     assert result.exit_code == 1
-    assert "the first worker ended early" in result.output
-    assert "Couldn't instantiate the backend tokenizer" in result.output
-    assert "worker-first.log" in result.output
+    assert f"{empty} holds no model with its tokenizer" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--config", "bad.yaml"], "bad.yaml"),
+        (["--dir", "/proc/no/such/place"], "--dir"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text("tiers: [{name: cpu, backend: cpu, capactiy: 1GiB}]\n")
+    monkeypatch.setattr(demo, "run_worker", None)
+    result = CliRunner().invoke(main, ["demo", *arguments])
+    assert result.exit_code in (1, 2)
+    assert says in result.output
+    assert "Traceback" not in result.output
+    assert not isinstance(result.exception, TypeError)
 
 
 def test_a_missing_model_says_what_to_install(
