@@ -17,7 +17,8 @@ PYTEST_ARGS ?=
 
 # The whole suite is shared out between processes, file by file (conftest.py says how many and in which order);
 # a part of it (`make test PYTEST_ARGS=tests/unit`) is run in one, and so is all of it with PYTEST_ARGS='-n 0'.
-WORKERS := --numprocesses auto --dist loadfile --no-loadscope-reorder
+# A process that dies (a test that hangs is ended so) fails the run, and is not started again to hang once more.
+WORKERS := --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 BIN := $(VENV)/bin
 # Twice quiet: errors only. Some environments make pip warn about each link of an index.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,6 +61,19 @@ def test_a_skip_fails_ci_unless_it_is_for_want_of_a_gpu(
     done = run(source, "-n", workers, in_ci=in_ci)
     assert done.returncode == exit_code, done.stdout
     assert ("skips that CI does not allow" in done.stdout) == (exit_code == 1)
+
+
+def test_a_directory_named_like_the_marker_excuses_nothing(run: Pytest, tmp_path: Path) -> None:
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "test_three.py").write_text(SKIPS)
+    assert run(PASSES, "-n", "2", in_ci="true").returncode == 1
+
+
+def test_a_test_that_ends_its_process_fails_the_run_and_is_run_once(run: Pytest, tmp_path: Path) -> None:
+    [workers] = re.findall(r"^WORKERS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    ends = "import os\ndef test_end():\n    open('ended', 'a').write('.')\n    os._exit(0)\n"
+    assert run(ends, *workers.split()).returncode != 0
+    assert (tmp_path / "ended").read_text() == "."
 
 
 @pytest.mark.parametrize(
