@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Protocol
@@ -163,6 +163,8 @@ def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObse
             ready = False
         finally:
             worker.kill()
+            with suppress(BrokenPipeError):  # of what it never read
+                worker.stdin.close()
     if not ready:
         last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
         raise DemoFailed(

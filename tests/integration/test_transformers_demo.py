@@ -110,7 +110,7 @@ def test_a_worker_that_dies_ends_the_demo_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying = tmp_path / "python"
-    dying.write_text("#!/bin/sh\necho 'no more memory' >&2\nexit 3\n")
+    dying.write_text("#!/bin/sh\nexec <&-\necho 'no more memory' >&2\nexit 3\n")  # reads no plan
     dying.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(dying))
     result = CliRunner().invoke(main, ["demo", "--dir", str(tmp_path / "demo")])
