@@ -51,21 +51,28 @@ class Retention(Group):
         """A store that evicts parts of values goes on saying yes to values nobody can read any more."""
         _, store = self._small()
         values = list(itertools.islice(self._filling(), 2 * _VALUES_TO_FILL))
-        missing = 0
         for n, (key, value) in enumerate(values):
             self.put(store, key, value)
             for known, content in values[n % 8 :: 8]:
                 stat = store.stat(known)
                 if stat.status is Status.OK:
                     check(stat.nbytes == len(content), "stat of a value under eviction has another length")
+        missing = overtaken = 0
         for key, value in values:
             stat, got = store.stat(key), store.get(key, len(value))
-            if stat.status is Status.OK:
-                self.check_value(got, value, "a value that stat called present")
-            else:
+            if stat.status is Status.MISS:
                 missing += 1
                 check(got.status is Status.MISS, f"stat MISS, then get {got.status.name}")
-        self._check_evicted(missing)
+            elif got.status is Status.MISS and store.stat(key).status is Status.MISS:
+                overtaken += 1  # a full store may evict between two questions, but seldom
+            else:
+                self.check_value(got, value, "a value that stat called present")
+        present = len(values) - missing
+        check(
+            overtaken * 8 <= present,
+            f"{overtaken} of {present} values that stat called present were gone when they were read",
+        )
+        self._check_evicted(missing + overtaken)
 
     @needs("pin", "self_evicting")
     def test_a_pinned_value_is_not_evicted(self) -> None:
