@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator
 
 from lmcache_core.engine.loading import MISFIT
@@ -55,7 +54,7 @@ class LayerwiseLoad:
 
     def run(self, num_wanted_tokens: int) -> Generator[LoadedLayer, None, None]:
         """Yields each layer once it is scattered. Closing it gives everything back."""
-        started = time.monotonic()
+        started = self._chain.now()
         num_layers = self._shape.part.num_layers
         deadlines = self._plan.deadlines
         requested_at: list[float] = []
@@ -75,16 +74,16 @@ class LayerwiseLoad:
                         nbytes=nbytes,
                         requested_at=requested_at[layer],
                         arrived_at=max(arrived_at, requested_at[layer]),
-                        scattered_at=time.monotonic(),
+                        scattered_at=self._chain.now(),
                     )
                 )
                 if layer + WINDOW < num_layers:
                     requested_at.append(self._request(layer + WINDOW))
                 if layer == num_layers - 1:
-                    self._end(num_wanted_tokens, time.monotonic() - started)
-                handed_over = time.monotonic()
+                    self._end(num_wanted_tokens, self._chain.now() - started)
+                handed_over = self._chain.now()
                 yield LoadedLayer(layer=layer, num_tokens=self._num_tokens())
-                deadlines.extend(time.monotonic() - handed_over)  # the caller's time is not the tiers'
+                deadlines.extend(self._chain.now() - handed_over)  # the caller's time is not the tiers'
         finally:
             self._give_up_from(0)
 
@@ -145,7 +144,7 @@ class LayerwiseLoad:
         frames = list(self._layered.values())
         if frames:
             self._chain.read_layer(frames, layer, self._plan.deadlines)
-        return time.monotonic()
+        return self._chain.now()
 
     def _scatter(self, layer: int) -> int:
         """Scatters one layer of every chunk that is good; how many bytes were read for it."""

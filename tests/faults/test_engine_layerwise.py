@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,9 +27,13 @@ from cache_scenario import (
 from faulty_backends import Controls, faulty
 
 from lmcache_core.engine import CacheEngine, LoadedLayer
+from lmcache_core.engine.layerwise import GRACE_S
+from lmcache_core.engine.loading import MISFIT
 from lmcache_core.events import FrameRejected, LayerLoaded, Retrieved, Stored
-from lmcache_core.frame import PAGE_NBYTES
+from lmcache_core.frame import PAGE_NBYTES, Segment, parse_header, seal
+from lmcache_core.memory import Lease
 from lmcache_core.sdk import Capabilities, StorageKey
+from lmcache_core.tiers.layers import LayeredFrame
 
 PATIENCE_S = 20.0
 LAST_OFFSET = LAYERS * PAGE_NBYTES  # where the last layer starts: a page each, one for the header
@@ -192,6 +197,43 @@ def test_a_chunk_that_ends_at_some_layer_ends_the_prefix_there(layer: int, how: 
             assert load(engine) == [STORED] * LAYERS
 
 
+@pytest.mark.parametrize("come", ["by layers", "whole", "from memory"])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"first_token": 0},
+        {"num_tokens": CHUNK - 16},
+        {"content_format": "test 63"},
+        {"codecs": ("zstd",)},
+        {"segments": (Segment(2048, 2048),) * LAYERS},
+    ],
+    ids=lambda lie: next(iter(lie)),
+)
+def test_a_frame_that_is_whole_and_not_the_one_meant_ends_the_prefix(
+    lie: Mapping[str, object], come: str
+) -> None:
+    """Its checksums, key and part are right; what the header says of the KV is not what the engine reads."""
+    controls, recorder = Controls(), Recorder()
+    controls.capabilities = RANGED if come == "by layers" else WHOLE
+    tiers = [cpu()] * (come == "from memory") + [remote(promote="never")]
+    with build(controls, *tiers, recorder=recorder) as engine:
+        store(engine, TOKENS)
+        settle(engine)
+        engine.clear(search_range=engine.memory_tiers)
+        second = engine.content(TOKENS).keys(engine.part)[1]
+        value, parent = controls.values[second]
+        other = bytearray(value)
+        seal(memoryview(other), replace(parse_header(memoryview(value)), **lie))
+        controls.values[second] = (bytes(other), parent)
+        if come == "from memory":
+            assert engine.prefetch(TOKENS).wait(PATIENCE_S) == STORED
+        assert load(engine) == [CHUNK] * LAYERS
+        settle(engine)
+        assert load(engine) == [CHUNK] * LAYERS  # what was in memory is gone, and found again farther away
+        assert [(event.key, event.reason) for event in recorder.of(FrameRejected)] == [(second, MISFIT)]
+        settle(engine)
+
+
 def test_two_copies_seen_by_two_ranges_are_no_hit_and_the_newer_one_stays() -> None:
     controls, recorder = Controls(), Recorder()
     controls.capabilities = RANGED
@@ -212,6 +254,28 @@ def test_two_copies_seen_by_two_ranges_are_no_hit_and_the_newer_one_stays() -> N
         assert load(engine, TOKENS[:CHUNK]) == [CHUNK] * (LAYERS - 1) + [0]
         assert not recorder.of(FrameRejected)
         assert key in controls.values
+        settle(engine)
+
+
+def test_the_time_in_which_the_engine_computes_a_layer_is_not_the_tiers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    controls, now, waits = Controls(), [time.monotonic()], []
+    controls.capabilities = RANGED
+    take = LayeredFrame.take
+
+    def noted(self: LayeredFrame, layer: int, timeout_s: float) -> Lease | None:
+        waits.append(timeout_s)
+        return take(self, layer, timeout_s)
+
+    monkeypatch.setattr(LayeredFrame, "take", noted)
+    with build(controls, remote()) as engine:
+        store(engine, TOKENS[:CHUNK])
+        settle(engine)
+        engine._chain._clock = lambda: now[0]
+        for _ in engine.retrieve_layers(TOKENS[:CHUNK], LayeredKV(TOKENS)):
+            now[0] += 3600
+        assert waits == pytest.approx([PATIENCE_S + GRACE_S] * LAYERS)
         settle(engine)
 
 
