@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -69,31 +70,31 @@ class CacheEngine:
                 f"{self.config.chunk_tokens}: build the record with the config's chunk_tokens"
             )
         self.model = model
-        self.part = part
-        self._shape = FrameShape(part)
         self._events = EventBus()
         self._statistics = Statistics()
         self._events.subscribe(self._statistics, *Statistics.KINDS)
         for observer in observers:
             self._events.subscribe(observer)
+        shape = FrameShape(part)
         self._chain: TierChain = build_chain(
             self.config,
             registry or discover(),
             parts=(part.digest,),
             events=self._events,
-            frame_nbytes=self._shape.header(model.key, None, 0, model.chunk_tokens).frame_nbytes,
+            frame_nbytes=shape.header(model.key, None, 0, model.chunk_tokens).frame_nbytes,
         )
-        self._storer = Storer(
-            self._chain,
-            model,
-            self._shape,
-            self._events.emit,
-            tails=self.config.tails,
-            allocate_deadline_s=self.config.allocate_deadline,
-        )
-        self._loader = Loader(self._chain, self._shape, self._events.emit, tails=self.config.tails)
+        self._serve(shape)
         self._recent = RecentContents(model)
-        self._closed = False
+
+    def beside(self, part: Part) -> CacheEngine:
+        """The cache of another part of the model, over the same tiers, memory and observers.
+
+        `stats` are of all parts together, and closing one engine closes the tiers of all. Memory is cut for
+        this one's frames: ask the engine of the part with the largest.
+        """
+        other = copy(self)
+        other._serve(FrameShape(part))
+        return other
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -167,6 +168,8 @@ class CacheEngine:
         started = time.monotonic()
         if (request is None) == (hashes is None):
             raise ValueError("give lookup either a request or hashes")
+        if not all(isinstance(digest, bytes) for digest in hashes or ()):
+            raise ValueError("hashes are the bytes of a content's chunk hashes, as Content.hashes has them")
         tiers = self._tiers(search_range)
         content = None if request is None else self._content(request)
         named = list(hashes or ())
@@ -333,7 +336,6 @@ class CacheEngine:
 
         From then on the engine is an empty cache that takes nothing.
         """
-        self._closed = True
         self._chain.close(time.monotonic() + min(timeout_s, LONGEST_WAIT_S))
 
     def __enter__(self) -> Self:
@@ -348,6 +350,20 @@ class CacheEngine:
         self.close()
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _serve(self, shape: FrameShape) -> None:
+        emit, tails = self._events.emit, self.config.tails
+        self.part = shape.part
+        self._shape = shape
+        self._storer = Storer(
+            self._chain,
+            self.model,
+            shape,
+            emit,
+            tails=tails,
+            allocate_deadline_s=self.config.allocate_deadline,
+        )
+        self._loader = Loader(self._chain, shape, emit, tails=tails)
 
     def _pinned(
         self, plan: Plan, plan_again: Callable[[], Plan], *, owner: str, ttl_s: float
@@ -381,10 +397,14 @@ class CacheEngine:
         return skipped_tokens(mask, content.num_tokens, self.model.chunk_tokens)
 
     def _tiers(self, search_range: Sequence[str] | None) -> Sequence[Tier]:
-        if self._closed:
+        if self._chain.closed:
             return ()
         if search_range is None:
             return self._chain.tiers
+        if isinstance(search_range, str):
+            raise ConfigError(
+                f"search_range is a list of tier names: [{search_range!r}], not {search_range!r}"
+            )
         by_name = {tier.name: tier for tier in self._chain.tiers}
         unknown = [name for name in search_range if name not in by_name]
         if unknown:

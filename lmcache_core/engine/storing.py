@@ -114,7 +114,9 @@ class Storer:
             pieces += [Piece(tail.key, parent, tail.first_token, tail.num_tokens) for tail in named[:1]]
         path = [self._model.key, *keys, *(piece.key for piece in pieces[-1:])]
         request = _Request(pieces, path, self._chain.mark(path), self._allocate_deadline_s)
-        if pieces:  # the model's record is the root of its chunks; it explains misses
+        if self._chain.closed:  # nobody could load what is still held either
+            request.pieces, request.skipped = (), sum(piece.num_tokens for piece in pieces)
+        elif pieces:  # the model's record is the root of its chunks; it explains misses
             store_record(self._chain, self._model, request.marks, request.deadline)
         return request
 

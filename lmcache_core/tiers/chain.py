@@ -44,6 +44,7 @@ class TierChain:
         self.pins = pins
         self.tiers: tuple[Tier, ...] = ()
         self.policies: dict[str, Policy] = {}
+        self.closed = False
         self._emit = emit
         self._window = load_window_bytes
         self._behind = behind
@@ -392,6 +393,7 @@ class TierChain:
 
         Raises only for Ctrl-C: then it has waited no longer, and closed everything all the same.
         """
+        self.closed = True
         try:
             self._close(deadline)
         except BaseException:

@@ -292,13 +292,22 @@ def test_a_closed_engine_is_an_empty_cache_even_to_threads_in_the_middle_of_it(t
     engine.close()
     engine.close()
     tokens = prompt(80, 4 * CHUNK)
-    assert engine.store(tokens, OracleKV(tokens)).num_tokens == 0
+    taken = engine.store(tokens, OracleKV(tokens))
+    assert (taken.num_tokens, taken.num_known_tokens, taken.num_skipped_tokens) == (0, 0, 4 * CHUNK)
     assert engine.prefetch(tokens).wait(5.0) == 0
     assert retrieve(engine, tokens) == 0
     stop.set()
     for thread in threads:
         thread.join(10.0)
     assert not errors
+
+
+def test_arguments_of_a_lookup_that_are_a_near_miss_are_told(tmp_path: Path) -> None:
+    with engine_of(config_of(cpu(), disk(tmp_path))) as engine:
+        with pytest.raises(ConfigError, match=r"\['disk'\], not 'disk'"):
+            engine.lookup(prompt(64, CHUNK), search_range="disk")
+        with pytest.raises(ValueError, match="chunk hashes"):
+            engine.lookup(hashes=["abcd"])  # type: ignore[list-item]
 
 
 def test_a_chain_without_a_memory_tier_works(tmp_path: Path) -> None:

@@ -162,3 +162,12 @@ def test_short_transfers_are_continued(open_disk: OpenDisk) -> None:
     disk = open_disk(files=Short())
     assert disk.put("a", 1, 7, pieces=2).status is Status.OK
     assert disk.holds("a", 1, 7)
+
+
+def test_a_fifo_in_place_of_a_value_is_never_waited_for(disk: Disk) -> None:
+    (file,) = disk.slot_files()
+    file.unlink()
+    os.mkfifo(file)
+    assert disk.get("old")[0].status in (Status.FAILED, Status.MISS)
+    assert disk.put("old", 2, 4).status is Status.OK
+    assert disk.holds("old", 2, 4)

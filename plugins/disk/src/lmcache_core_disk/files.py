@@ -15,7 +15,8 @@ class Files:
     """
 
     def open(self, name: str, flags: int, dir_fd: int | None = None) -> int:
-        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
+        # O_NONBLOCK: of no effect on a file, and a FIFO put in its place fails instead of blocking for good.
+        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
 
     def open_directory(self, name: str, dir_fd: int | None = None) -> int:
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
