@@ -54,6 +54,15 @@ def test_streaming_stores_and_threads_move_the_same_bytes(axes: str, instruction
         matrix.check(LIBRARY, case, 1, twin=False)
 
 
+def test_rows_shorter_than_a_vector_may_lie_anywhere_in_large_calls(instructions: bool) -> None:
+    if instructions:
+        row_nbytes = {b"baseline": 12, b"avx2": 24, b"avx512": 48}[LIBRARY.lmck_instructions()]
+        slots = random.Random(1).sample(range(1600), 1600)
+        case = matrix.Case("cnshd", 1, 2, 100, 16, row_nbytes, {"h": 1, "d": 1}, 5, 7, slots)
+        case.layers = (1 << 20) // (4 * case.num_slots * row_nbytes) + 1  # from 1 MiB on, stores stream
+        matrix.check(LIBRARY, case, 1, twin=False)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> matrix.Case:
     axes = draw(st.sampled_from(list(matrix.LAYOUTS.values())))

@@ -102,14 +102,23 @@ def test_narrowed_values_and_scales_are_the_nearest_the_format_has(axes: str, di
             assert content == keys + vals + struct.pack("<ff", key_scale, value_scale)
 
 
+# Times a power of two, 1 + 2^-8 is as far from one bfloat16 as from the next, and the lower one is even; of
+# 1 + 3 x 2^-8 the upper one is.
+TIES = [np.float32(1 + 2.0**-8), np.float32(1 + 3 * 2.0**-8)]
+
+
 @pytest.mark.parametrize("axes", ["cnshd", "nhse"])
 @pytest.mark.parametrize("dim", [7, 128])
-def test_widened_values_are_float8_times_scale_in_bfloat16(axes: str, dim: int) -> None:
+@pytest.mark.parametrize("scales", [[np.float32(0.0123), np.float32(2.0**-120)], TIES], ids=["small", "ties"])
+def test_widened_values_are_float8_times_scale_in_bfloat16(
+    axes: str, dim: int, scales: list[np.float32]
+) -> None:
     blank = torch.full_like(engine(axes, dim, seed=1)[0].view(torch.int16), 0x2525).view(torch.bfloat16)
     target = PagedKV.from_blocks([blank], axes=axes, narrow=True)
-    slots, scales = [3, -1, 0], [np.float32(0.0123), np.float32(2.0**-120)]
+    slots = [3, -1, 0]
     codes = np.random.default_rng(dim).integers(0, 256, [HEADS, len(slots), 2, dim], dtype=np.uint8)
-    codes[0, 0, 0, 0], codes[0, 0, 0, -1] = 0x7F, 0x01  # NaN, a subnormal
+    codes[0, 0, :, :3] = 0x38, 0xB8, 0x01  # 1, -1, a subnormal
+    codes[0, 0, 0, -1] = 0x7F  # NaN
     payload = b"".join(
         codes[head, token].tobytes() + struct.pack("<ff", *scales)
         for head in range(HEADS)
