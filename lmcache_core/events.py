@@ -125,6 +125,14 @@ class Retrieved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BroughtNear(Event):
+    """One `prefetch` ended. `bytes_by_tier` says where its frames were found, those in memory included."""
+
+    bytes_by_tier: tuple[tuple[str, int], ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLoaded(Event):
     """One layer of a `retrieve_layers` is in the target. Times are `time.monotonic()` seconds."""
 

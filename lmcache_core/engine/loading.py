@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from lmcache_core.engine.plan import Plan, plan_hit
 from lmcache_core.engine.results import KVTarget, RetrieveResult
 from lmcache_core.engine.shape import FrameShape
-from lmcache_core.events import Event, Retrieved
+from lmcache_core.events import BroughtNear, Event, Retrieved
 from lmcache_core.identity import Content
 from lmcache_core.storage import Priority
 from lmcache_core.tiers import Tier, TierChain
@@ -80,18 +80,25 @@ class Loader:
 
     def bring_near(
         self, content: Content, tiers: Sequence[Tier], limit: int | None
-    ) -> Generator[int, None, None]:
-        """Loads frames into the memory tier, whatever the tiers promote by themselves; yields tokens."""
+    ) -> Generator[tuple[str, int], None, None]:
+        """Loads frames into the memory tier, whatever the tiers promote by themselves.
+
+        Yields each frame's tier and number of tokens, first token first.
+        """
         if not self._chain.has_memory_tier:
             return
+        started = time.monotonic()
+        nbytes: dict[str, int] = {}
         plan = self.plan(content, tiers, limit)
         marks = self._chain.mark(plan.keys)
         stream = self._chain.stream(plan.keys, plan.runs, plan.deadlines, Priority.PREFETCH, tiers)
         try:
-            for position, (frame, _) in enumerate(stream):
+            for position, (frame, tier) in enumerate(stream):
                 with frame:
                     if not self._chain.keep_in_memory(frame, marks):
                         return
-                yield plan.tokens_of(position + plan.start)[1]
+                    nbytes[tier] = nbytes.get(tier, 0) + frame.header.frame_nbytes
+                yield tier, plan.tokens_of(position + plan.start)[1]
         finally:
             stream.close()
+            self._emit(BroughtNear(bytes_by_tier=tuple(nbytes.items()), seconds=time.monotonic() - started))

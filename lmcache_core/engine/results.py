@@ -98,6 +98,8 @@ class TierStats:
     """One tier's gauges and counters."""
 
     name: str
+    medium: str
+    """`memory`, `file` or `network`; of a tier that was never up, `network`."""
     state: str
     """`up` or `down`."""
     entries: int

@@ -56,6 +56,7 @@ class Statistics:
         counters |= {f"evicted: {reason}": count for reason, count in index.evicted.items()}
         return TierStats(
             name=tier.name,
+            medium=tier.capabilities.medium if isinstance(tier, StorageTier) else "memory",
             state="up" if not isinstance(tier, StorageTier) or tier.usable else "down",
             entries=index.entries,
             used_bytes=index.used_bytes,

@@ -21,7 +21,7 @@ from cache_scenario import (
 )
 
 from lmcache_core.errors import ConfigError, LeaseError
-from lmcache_core.events import ChunkAdmitted, ChunkEvicted, FrameRejected, TierDown
+from lmcache_core.events import BroughtNear, ChunkAdmitted, ChunkEvicted, FrameRejected, TierDown
 
 
 def test_a_stored_prompt_comes_back_from_cpu_with_its_tail(tmp_path: Path) -> None:
@@ -206,6 +206,23 @@ def test_prefetch_brings_a_prefix_into_memory(tmp_path: Path) -> None:
         engine.clear(search_range=["cpu"])
         assert engine.prefetch(tokens).wait(10.0) == 5 * CHUNK
         assert engine.lookup(tokens).tokens_by_tier == {"cpu": 5 * CHUNK}
+        settle(engine)
+
+
+def test_prefetch_says_where_it_found_what(tmp_path: Path) -> None:
+    tokens, recorder = prompt(63, 4 * CHUNK + 16), Recorder()
+    with engine_of(config_of(cpu(), disk(tmp_path)), recorder=recorder) as engine:
+        store(engine, tokens)
+        settle(engine)
+        engine.clear(search_range=["cpu"])
+        engine.prefetch(tokens, limit=2 * CHUNK).wait(10.0)
+        prefetch = engine.prefetch(tokens)
+        prefetch.wait(10.0)
+        assert prefetch.sources == [("cpu", CHUNK)] * 2 + [("disk", CHUNK)] * 2 + [("disk", 16)]
+        [first, second] = recorder.of(BroughtNear)
+        assert [tier for tier, _ in first.bytes_by_tier] == ["disk"]
+        assert [tier for tier, _ in second.bytes_by_tier] == ["cpu", "disk"]
+        assert dict(second.bytes_by_tier)["cpu"] == dict(first.bytes_by_tier)["disk"]
         settle(engine)
 
 
