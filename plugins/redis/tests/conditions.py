@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import redis
 
-from .servers import free_ports
+from lmcache_core_conformance.network import free_ports
+
 from .sites import Site, wait_until
 from .users import KEYS, TIER, TIER_PASSWORD
 

@@ -12,11 +12,11 @@ import redis
 
 from lmcache_core.sdk import StorageKey
 from lmcache_core_conformance import Fault, Harness
+from lmcache_core_conformance.network import free_ports
 from lmcache_core_redis.backend import RedisBackend
 
 from . import behind
 from .bare import PIECE_NBYTES, BareConnection, BareDriver
-from .servers import free_ports
 from .sites import Site, TlsSite
 from .users import NAMESPACES, NARROW, NARROW_PASSWORD, TIER, TIER_PASSWORD, WRONG_PASSWORD
 
@@ -101,7 +101,7 @@ class SiteHarness(Harness):
         by_the_server = {Fault.KILLED: site.killed, Fault.FULL: site.full, Fault.READ_ONLY: site.read_only}
         if fault in by_the_server:
             return by_the_server[fault]()
-        return site.proxy.faulty(fault.value)
+        return site.proxy.faulty(fault)
 
     @property
     def site(self) -> Site:

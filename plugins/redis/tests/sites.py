@@ -13,8 +13,9 @@ from typing import Any
 
 import redis
 
-from .proxies import Proxy
-from .servers import ADMIN, ADMIN_PASSWORD, Server, free_ports
+from lmcache_core_conformance.network import Proxy, free_ports
+
+from .servers import ADMIN, ADMIN_PASSWORD, Server
 from .users import (
     CLUSTER_RULE,
     PINS_RULE,

@@ -12,8 +12,9 @@ from click.testing import CliRunner, Result
 from lmcache_core.cli.demo_messages import QUESTIONS
 from lmcache_core.cli.main import main
 from lmcache_core.config import load_config
+from lmcache_core_conformance.network import free_ports
 
-from .servers import free_ports, require
+from .servers import require
 from .sites import Site
 from .tiers import fresh_namespace
 

@@ -1,10 +1,10 @@
 """A TCP proxy with faults, as a program of its own: it shares no interpreter lock with what is tested.
 
-    python proxy.py PORT:TARGET_PORT [PORT:TARGET_PORT ...]
+    python wire.py HOST TARGET_PORT [TARGET_PORT ...]
 
-Listens on each of those ports for its target, and prints `ready`. Then it answers each line of its input
-with one: `fault NAME` (none: `fault -`) with `done`, `requests` with how many were sent so far,
-`links` with how many connections neither side has ended. It ends with its input.
+Listens on a port of 127.0.0.1 for each target, and prints those ports. Then it answers each line of its
+input with one: `fault NAME` (none: `fault -`) with `done`, `requests` with how many were sent so far,
+`links` with how many connections neither side has ended. It ends with its input, and so with its parent.
 
 A request is what a client sends on a connection after an answer, or at first. While connections are cut
 in the middle of a value, each carries one request at most. Bytes are only counted, so TLS may be inside.
@@ -13,6 +13,7 @@ in the middle of a value, each carries one request at most. Bytes are only count
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import struct
 import sys
@@ -24,9 +25,19 @@ PROMPT = 256
 """How much of a trickling answer comes at once."""
 TRICKLE_S = 0.02
 DELAY_S = 0.05
+CONNECT_S = 10.0
 BUFFER_NBYTES = 1 << 20
+FIRST_PORT, NUM_PORTS = 10_000, 22_768
+"""Below those that Linux gives to whoever asks for any."""
 
 CUTTING = ("reset", "half-closed")
+
+
+def listen_on_a_free_port() -> socket.socket:
+    """A socket that listens on a port which the kernel gives to nobody else, also once this one is closed."""
+    while True:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", FIRST_PORT + secrets.randbelow(NUM_PORTS)), backlog=512)
 
 
 class Medium:
@@ -60,11 +71,12 @@ class Medium:
 class Link:
     """One client's connection and ours to the server, with a thread for each direction."""
 
-    def __init__(self, medium: Medium, client: socket.socket, target: int) -> None:
+    def __init__(self, medium: Medium, client: socket.socket, target: tuple[str, int]) -> None:
         self.passed = {"up": 0, "down": 0}
         self._medium = medium
         self._client = client
-        self._server = socket.create_connection(("127.0.0.1", target))
+        self._server = socket.create_connection(target, CONNECT_S)
+        self._server.settimeout(None)
         self._answered = True
         self.num_ended = 0
         self._is_reset = False
@@ -166,19 +178,23 @@ class Link:
 class Listener:
     """Takes connections for one target; a killed one refuses them."""
 
-    def __init__(self, medium: Medium, port: int, target: int) -> None:
+    def __init__(self, medium: Medium, target: tuple[str, int]) -> None:
         self._medium = medium
-        self._port = port
         self._target = target
-        self.open()
+        self._socket = listen_on_a_free_port()
+        self.port: int = self._socket.getsockname()[1]
+        self._start()
 
     def open(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", self._port), backlog=512)
-        threading.Thread(target=self._serve, args=(self._socket,), daemon=True).start()
+        self._socket = socket.create_server(("127.0.0.1", self.port), backlog=512)
+        self._start()
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def _start(self) -> None:
+        threading.Thread(target=self._serve, args=(self._socket,), daemon=True).start()
 
     def _serve(self, listening: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -192,25 +208,30 @@ class Listener:
                     client.close()
 
 
-def main(ways: list[str]) -> None:
+def main(host: str, targets: list[int]) -> None:
     medium = Medium()
-    listeners = [Listener(medium, *map(int, way.split(":"))) for way in ways]
-    print("ready", flush=True)
+    listeners = [Listener(medium, (host, target)) for target in targets]
+    _say(" ".join(str(listener.port) for listener in listeners))
     for line in sys.stdin:
         command, _, name = line.strip().partition(" ")
         if command in ("requests", "links"):
-            print(medium.num_requests if command == "requests" else medium.num_links(), flush=True)
+            _say(str(medium.num_requests if command == "requests" else medium.num_links()))
             continue
         fault, before = name.removeprefix("-"), medium.fault
-        if fault == "killed":
-            for listener in listeners:
-                listener.close()
-        elif before == "killed":
+        if fault != "killed" and before == "killed":
             for listener in listeners:
                 listener.open()
+        elif fault == "killed" and before != "killed":
+            for listener in listeners:
+                listener.close()
         medium.set(fault)
-        print("done", flush=True)
+        _say("done")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], [int(port) for port in sys.argv[2:]])
