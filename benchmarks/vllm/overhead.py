@@ -89,7 +89,8 @@ def main() -> int:
             "kv_connector_extra_config": {"config": {"tiers": tiers}},
         },
     )
-    [engine] = rank._engines.values()
+    [cache] = rank._caches.values()
+    [engine] = cache.engines
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     shares = []
     # The first prompt warms up what is made on first use, and isn't counted.

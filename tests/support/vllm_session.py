@@ -145,14 +145,15 @@ def tokens(num_tokens: int, seed: int = 0) -> list[int]:
     return [drawn.randrange(3, 128) for _ in range(num_tokens)]
 
 
-def save_llama(folder: Path, *, seed: int = 0) -> Path:
-    """A tiny Llama with random weights, as vLLM reads it."""
+def save_llama(folder: Path, *, seed: int = 0, num_layers: int = 3, **changes: object) -> Path:
+    """A tiny Llama with random weights, as vLLM reads it; `changes` are added to its config."""
     code = (
-        "import sys; from tiny_models import llama; "
-        "llama(seed=int(sys.argv[2]), hidden_size=128, num_hidden_layers=3).save_pretrained(sys.argv[1])"
+        "import sys, json; from tiny_models import llama; "
+        "changes = json.loads(sys.argv[3]); "
+        "model = llama(seed=int(sys.argv[1]), hidden_size=128, num_hidden_layers=int(sys.argv[2])); "
+        "model.config.update(changes); model.save_pretrained(sys.argv[4])"
     )
     environment = {**os.environ, "PYTHONPATH": str(WORKER.parent)}
-    subprocess.run(
-        [sys.executable, "-c", code, str(folder), str(seed)], env=environment, check=True, timeout=START_S
-    )
+    arguments = [str(seed), str(num_layers), json.dumps(changes), str(folder)]
+    subprocess.run([sys.executable, "-c", code, *arguments], env=environment, check=True, timeout=START_S)
     return folder

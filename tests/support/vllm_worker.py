@@ -50,7 +50,7 @@ def main() -> None:
         ]
 
     def stats() -> object:
-        engine = cache_engine()
+        engine = rank_cache().engines[0]
         engine.flush()
         seen = engine.stats()
         return {
@@ -59,6 +59,7 @@ def main() -> None:
             "pins": len(engine._chain.pins.active()),
             "tracked": len(llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._tracked),
             "resident_bytes": resident_bytes(),
+            "groups": [group.window for group in rank_cache().groups],
         }
 
     def metrics() -> object:
@@ -67,7 +68,7 @@ def main() -> None:
         return {name: value for name, value in named.items() if "lmcache" in name or "external" in name}
 
     def clear(tier: str) -> object:
-        return cache_engine().clear(search_range=[tier])
+        return [engine.clear(search_range=[tier]) for engine in rank_cache().engines]
 
     def reset() -> object:
         return llm.reset_prefix_cache(reset_connector=True)
@@ -91,7 +92,7 @@ def main() -> None:
 
     def lose_promises(on: bool) -> None:
         """While on, of what was promised to vLLM only the first chunk is there when it is loaded."""
-        engine = cache_engine()
+        engine = rank_cache().engines[-1]
         if not on:
             del engine.retrieve
             return
@@ -130,11 +131,11 @@ def main() -> None:
         answers.write(ANSWER + json.dumps(verbs[verb](*arguments)) + "\n")
 
 
-def cache_engine() -> Any:
+def rank_cache() -> Any:
     from lmcache_core.connectors.vllm import rank
 
-    [engine] = rank._engines.values()
-    return engine
+    [cache] = rank._caches.values()
+    return cache
 
 
 def resident_bytes() -> int:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from lmcache_core.connectors.vllm import identity
+from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.connectors.vllm.identity import in_order, model_record, rank_part
 from lmcache_core.connectors.vllm.settings import cache_config, read_settings
-from lmcache_core.connectors.vllm.support import attention_spec, check_config
+from lmcache_core.connectors.vllm.support import attention_groups, check_config
 from lmcache_core.errors import ConfigError, UnsupportedModel
 from lmcache_core.identity import Part, differences
 
@@ -88,6 +89,10 @@ class FullAttentionSpec(SimpleNamespace):
     pass
 
 
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
 class MambaSpec(SimpleNamespace):
     pass
 
@@ -96,13 +101,14 @@ def groups(*specs: object) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
-def test_only_one_group_of_full_attention_is_served() -> None:
-    full = FullAttentionSpec(block_size=128)
-    assert attention_spec(groups(full)) is full
+def test_groups_of_full_attention_and_of_windows_are_served_and_no_others() -> None:
+    full, window = FullAttentionSpec(block_size=128), SlidingWindowSpec(block_size=64, sliding_window=100)
+    assert attention_groups(groups(full)) == (Group(128),)
+    assert attention_groups(groups(window, full)) == (Group(64, window=100), Group(128))
     with pytest.raises(UnsupportedModel, match="kind MambaSpec"):
-        attention_spec(groups(MambaSpec()))
-    with pytest.raises(UnsupportedModel, match=r"2 groups .*FullAttentionSpec, MambaSpec"):
-        attention_spec(groups(full, MambaSpec()))
+        attention_groups(groups(full, MambaSpec()))
+    with pytest.raises(UnsupportedModel, match="without KV"):
+        attention_groups(groups())
 
 
 def part(rank: int, ranks: int, heads: int, **changes: Any) -> Part:

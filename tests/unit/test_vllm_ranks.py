@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from lmcache_core.connectors.vllm import wire
+from lmcache_core.connectors.vllm.grouped import GroupedCache
+from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.connectors.vllm.ranks import RankAddress, RankLookups
 from lmcache_core.connectors.vllm.server import LookupServer
 from lmcache_core.engine import CacheEngine
@@ -28,6 +30,10 @@ class Blocks:
     def gather(self, first_token: int, num_tokens: int, payload: Any) -> None:
         for segment in payload:
             segment[:] = bytes(len(segment))
+
+
+def alone(engine: CacheEngine) -> GroupedCache:
+    return GroupedCache([Group(16)], [engine])
 
 
 class Clock:
@@ -53,7 +59,7 @@ class Ranks:
             )
             for rank in range(2)
         ]
-        self.servers = [LookupServer(engine) for engine in self.engines]
+        self.servers = [LookupServer(alone(engine)) for engine in self.engines]
         self.addresses = [
             RankAddress(server.path, server.nonce, MODEL.to_json(), has_far_tiers=False)
             for server in self.servers
@@ -174,10 +180,10 @@ def test_a_killed_worker_s_socket_is_removed_by_the_next_one(
         folder.mkdir()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as unheard:
             unheard.bind(str(folder / "rank"))
-    first = LookupServer(ranks.engines[0])
+    first = LookupServer(alone(ranks.engines[0]))
     for folder in (left, Path(first.path).parent):
         os.utime(folder, (0, 0))
-    second = LookupServer(ranks.engines[1])
+    second = LookupServer(alone(ranks.engines[1]))
     assert not left.exists()
     assert starting.exists(), "that one may not listen yet"
     assert Path(first.path).exists(), "that one is still served"
@@ -204,6 +210,6 @@ def test_an_arrival_does_not_wait_for_a_rank_that_is_gone(ranks: Ranks) -> None:
 
 
 def test_an_unknown_lookup_is_forgiven(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    answers = ranks.lookups.ask([wire.Release("unknown"), None], bool)
+    answers = ranks.lookups.ask([wire.Release(["unknown"]), None], bool)
     assert answers == [True, None]
     assert "gone before its end" in caplog.text

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.connectors.vllm.grouped import GroupedCache
+from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.connectors.vllm.lookups import LocalLookups
 from lmcache_core.connectors.vllm.plan import Report
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.engine import CacheEngine
 from lmcache_core.identity import Content, ModelRecord, Part
 
-BLOCK, CHUNK = 128, 256
+CHUNK = 256
+GROUPS = (Group(128),)
 PART = Part(layers=(0, 2), heads=(0, 1), content_format="test", content_nbytes=8)
 PROMPT = list(range(3, 703))
 
@@ -26,6 +29,10 @@ class Blocks:
     def gather(self, first_token: int, num_tokens: int, payload: Any) -> None:
         for segment in payload:
             segment[:] = bytes(len(segment))
+
+
+def alone(engine: CacheEngine) -> GroupedCache:
+    return GroupedCache(GROUPS, [engine])
 
 
 class Clock:
@@ -74,7 +81,7 @@ def make(engine: CacheEngine, clock: Clock) -> Callable[..., SchedulerSide]:
             "pin_ttl_s": 60.0,
             "clock": clock,
         }
-        return SchedulerSide(lookups or LocalLookups(engine), BLOCK, **(options | changes))
+        return SchedulerSide(lookups or LocalLookups(alone(engine)), GROUPS, **(options | changes))
 
     return make
 
@@ -83,7 +90,7 @@ class Far(LocalLookups):
     """With a slower tier behind it that never answers."""
 
     def __init__(self, engine: CacheEngine) -> None:
-        super().__init__(engine)
+        super().__init__(alone(engine))
         self.has_far_tiers = True
         self.arrivals: list[Slow] = []
 
@@ -130,10 +137,10 @@ def test_a_hit_is_pinned_until_it_is_loaded(make: Any, engine: CacheEngine) -> N
     assert side.matched(request(), 0) == (640, False)
     assert side.matched(request(), 0) == (640, False)
     assert num_pins(engine) == 1
-    side.allocated(request(), [7, 8, 9, 10, 11, 12], 640)
+    side.allocated(request(), ([7, 8, 9, 10, 11, 12],), 640)
     [load] = planned(side).loads
     assert (load.first, load.end, load.content.num_tokens) == (0, 640, 640)
-    engine.lookup_unpin(load.lookup_ids[0])
+    engine.lookup_unpin(load.lookup_ids[0][0])
     side.finished("r")
     assert num_pins(engine) == 0
 
@@ -147,7 +154,7 @@ def test_a_question_that_is_repeated_hashes_and_looks_up_once(make: Any, engine:
             asked.append(limit)
             return super().hold(content, limit)
 
-    side, each = make(Counted(engine)), request()
+    side, each = make(Counted(alone(engine))), request()
     answers = {side.matched(each, 0) for _ in range(1000)}
     assert answers == {(512, False)}
     assert len(asked) <= 2, "one question, and one after a wait that brought nothing"
@@ -157,7 +164,7 @@ def test_what_the_engine_has_is_not_loaded_again(make: Any, engine: CacheEngine)
     keep(engine, PROMPT[:640])
     side = make()
     assert side.matched(request(), 384) == (256, False)
-    side.allocated(request(), [1, 2, 3, 4, 5, 6], 256)
+    side.allocated(request(), ([1, 2, 3, 4, 5, 6],), 256)
     assert [(load.first, load.end) for load in planned(side).loads] == [(384, 640)]
     assert side.matched(request(name="other"), 640) == (0, False)
 
@@ -199,9 +206,9 @@ def test_what_failed_once_is_not_offered_to_the_request_again(make: Any, engine:
     keep(engine, PROMPT[:640])
     side = make()
     side.matched(request(), 0)
-    side.allocated(request(), [1, 2, 3, 4, 5, 6], 640)
+    side.allocated(request(), ([1, 2, 3, 4, 5, 6],), 640)
     step = planned(side)
-    engine.lookup_unpin(step.loads[0].lookup_ids[0])
+    engine.lookup_unpin(step.loads[0].lookup_ids[0][0])
     side.reported(Report(step=step.number, failed={"r": 256}))
     assert side.matched(request(), 0) == (256, False)
     assert planned(side).confirmed == step.number
@@ -212,7 +219,7 @@ def test_what_vllm_does_not_take_is_let_go(make: Any, engine: CacheEngine) -> No
     keep(engine, PROMPT[:512])
     side = make()
     side.matched(request(), 0)
-    side.allocated(request(), [], 0)
+    side.allocated(request(), ([],), 0)
     assert num_pins(engine) == 0
     assert planned(side).loads == []
 

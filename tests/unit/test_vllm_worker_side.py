@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lmcache_core.connectors.vllm.grouped import GroupedCache
+from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.connectors.vllm.plan import Load, Save, Step
 from lmcache_core.connectors.vllm.worker import WorkerSide
 from lmcache_core.engine import CacheEngine, StoreResult
@@ -26,7 +28,8 @@ class Worker:
         self.kv = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(LAYERS)]
         self.lost: list[int] = []
         self.engine = engine
-        self.side = WorkerSide(engine, OpaqueBlocks(self.kv), BLOCK, rank=0, on_lost=self.lost.append)
+        cache = GroupedCache([Group(BLOCK)], [engine])
+        self.side = WorkerSide(cache, [OpaqueBlocks(self.kv)], rank=0, on_lost=self.lost.append)
         self._step = 0
 
     def names(self, num_tokens: int, prompt: list[int] = PROMPT) -> NamedContent:
@@ -36,7 +39,7 @@ class Worker:
 
     def save(self, num_tokens: int, blocks: list[int], confirmed: int = 0, name: str = "r") -> None:
         self._step += 1
-        save = Save(request_id=name, content=self.names(num_tokens), block_ids=blocks)
+        save = Save(request_id=name, content=self.names(num_tokens), block_ids=[blocks])
         self.side.save(Step(saves=[save], number=self._step, confirmed=confirmed))
 
     def load(self, first: int, end: int, blocks: list[int], num_tokens: int | None = None) -> Step:
@@ -48,8 +51,8 @@ class Worker:
             content=content,
             first=first,
             end=end,
-            block_ids=blocks,
-            lookup_ids=(held.lookup_id,),
+            block_ids=[blocks],
+            lookup_ids=([held.lookup_id],),
         )
         step = Step(loads=[load], number=self._step)
         self.side.load(step)
@@ -68,8 +71,8 @@ def worker() -> Iterator[Worker]:
 
 
 def test_blocks_come_back_in_other_blocks_byte_for_byte(worker: Worker) -> None:
-    worker.save(80, [3, 4, 9, 1, 0])
-    expected = [kv[[3, 4, 9, 1, 0]].clone() for kv in worker.kv]
+    worker.save(80, [3, 4, 9, 1, 2])
+    expected = [kv[[3, 4, 9, 1, 2]].clone() for kv in worker.kv]
     untouched = [kv[[18, 19]].clone() for kv in worker.kv]
     worker.load(0, 80, [10, 12, 11, 13, 14])
     for kv, was, others in zip(worker.kv, expected, untouched, strict=True):
@@ -84,9 +87,9 @@ def test_blocks_come_back_in_other_blocks_byte_for_byte(worker: Worker) -> None:
 
 
 def test_blocks_that_the_engine_has_itself_are_not_written(worker: Worker) -> None:
-    worker.save(64, [0, 1, 2, 3])
+    worker.save(64, [1, 2, 3, 4])
     shared = [kv[[10, 11, 12]].clone() for kv in worker.kv]
-    last = [kv[3].clone() for kv in worker.kv]
+    last = [kv[4].clone() for kv in worker.kv]
     worker.load(48, 64, [10, 11, 12, 13])
     for kv, was, end in zip(worker.kv, shared, last, strict=True):
         assert torch.equal(kv[[10, 11, 12]], was)
@@ -94,15 +97,15 @@ def test_blocks_that_the_engine_has_itself_are_not_written(worker: Worker) -> No
 
 
 def test_a_load_may_end_before_its_last_token(worker: Worker) -> None:
-    worker.save(64, [0, 1, 2, 3])
+    worker.save(64, [1, 2, 3, 4])
     worker.load(0, 63, [10, 11, 12, 13], num_tokens=64)
     for kv in worker.kv:
-        assert torch.equal(kv[10:14], kv[:4])
+        assert torch.equal(kv[10:14], kv[1:5])
     assert worker.lost == []
 
 
 def test_what_is_gone_is_reported_from_its_first_block_on(worker: Worker) -> None:
-    worker.save(32, [0, 1])
+    worker.save(32, [1, 2])
     step = worker.load(16, 96, [5, 6, 7, 8, 9, 10])
     assert worker.side.failed_blocks() == {7, 8, 9, 10}
     assert worker.side.failed_blocks() == set()
@@ -113,7 +116,7 @@ def test_what_is_gone_is_reported_from_its_first_block_on(worker: Worker) -> Non
 
 
 def test_a_tier_that_raises_is_a_load_that_fails(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker.save(64, [0, 1, 2, 3])
+    worker.save(64, [1, 2, 3, 4])
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("broken")
@@ -123,7 +126,7 @@ def test_a_tier_that_raises_is_a_load_that_fails(worker: Worker, monkeypatch: py
     assert worker.side.failed_blocks() == {5, 6, 7, 8}
     assert not worker.engine._chain.pins.active()
     monkeypatch.setattr(worker.engine, "store", broken)
-    worker.save(96, [0, 1, 2, 3, 4, 5])
+    worker.save(96, [1, 2, 3, 4, 5, 6])
 
 
 def test_nothing_computed_on_a_block_that_was_not_filled_is_kept_until_the_scheduler_knows(
@@ -143,12 +146,12 @@ def test_a_step_waits_for_memory_once_however_much_it_has_to_save(
 ) -> None:
     asked = []
 
-    def full(content: NamedContent, source: object) -> StoreResult:
+    def full(content: NamedContent, source: object, *, mask: object) -> StoreResult:
         asked.append(content.num_tokens)
         return StoreResult(num_tokens=0, num_known_tokens=0, num_skipped_tokens=content.num_tokens)
 
     monkeypatch.setattr(worker.engine, "store", full)
-    saves = [Save(request_id="r", content=worker.names(count), block_ids=[0, 1]) for count in (32, 64)]
+    saves = [Save(request_id="r", content=worker.names(count), block_ids=[[1, 2]]) for count in (32, 64)]
     worker.side.save(Step(saves=saves, number=1))
     assert asked == [32]
 

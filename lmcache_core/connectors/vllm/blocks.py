@@ -1,14 +1,22 @@
-"""A request's paged blocks as the source of a store and the target of a retrieve."""
+"""A request's paged blocks in one attention group, as the source of a store and the target of a retrieve."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmcache_core.connectors.vllm.groups import NULL_BLOCK
 from lmcache_core.kernels import OpaqueBlocks
 
 
 class RequestBlocks:
-    """One request's blocks, first token first. Of what is scattered only tokens `[first, end)` count."""
+    """The blocks, first token first; those that a window has left behind are null blocks.
+
+    Null blocks are neither read nor written: what is gathered of them is zeros, which nobody loads. Of what
+    is scattered only tokens `[first, end)` count.
+
+    Raises:
+        ValueError: a null block behind one that is none.
+    """
 
     def __init__(
         self,
@@ -22,12 +30,25 @@ class RequestBlocks:
         self._blocks = blocks
         self._block_tokens = block_tokens
         self._block_ids = block_ids
-        self._first = first // block_tokens
+        self._real = next((i for i, block in enumerate(block_ids) if block != NULL_BLOCK), len(block_ids))
+        if NULL_BLOCK in block_ids[self._real :]:
+            raise ValueError(f"null blocks in the middle of {list(block_ids)}")
+        self._first = max(first // block_tokens, self._real)
         self._end = len(block_ids) if end is None else -(-end // block_tokens)
+
+    @property
+    def num_missing(self) -> int:
+        """The tokens whose blocks are null: `[0, num_missing)`."""
+        return self._real * self._block_tokens
 
     def gather(self, first_token: int, num_tokens: int, payload: Sequence[memoryview]) -> None:
         start, stop = self._span(first_token, num_tokens)
-        self._blocks.gather(self._block_ids[start:stop], payload)
+        low = min(max(start, self._real), stop)
+        nbytes = (low - start) * self._blocks.block_nbytes
+        for segment in payload if nbytes else ():
+            segment[:nbytes] = bytes(nbytes)
+        if low < stop:
+            self._blocks.gather(self._block_ids[low:stop], [segment[nbytes:] for segment in payload])
 
     def scatter(self, first_token: int, num_tokens: int, payload: Sequence[memoryview]) -> None:
         start, stop = self._span(first_token, num_tokens)

@@ -10,26 +10,32 @@ import os
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 
+from lmcache_core.connectors.vllm.groups import common_block_tokens
 from lmcache_core.connectors.vllm.guard import guarded, nothing
 from lmcache_core.connectors.vllm.lookups import LocalLookups, Lookups
 from lmcache_core.connectors.vllm.metadata import AddressMetadata, ReportMetadata, StepMetadata
 from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats, Tally
 from lmcache_core.connectors.vllm.plan import Step
-from lmcache_core.connectors.vllm.rank import close_rank, engine_here, open_rank
+from lmcache_core.connectors.vllm.rank import cache_here, close_rank, open_rank
 from lmcache_core.connectors.vllm.ranks import RankAddress, RankLookups
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.connectors.vllm.server import LookupServer
 from lmcache_core.connectors.vllm.settings import cache_config, read_settings
-from lmcache_core.connectors.vllm.support import attention_spec, check_config
+from lmcache_core.connectors.vllm.support import attention_groups, check_config
 from lmcache_core.connectors.vllm.versions import check_version
 from lmcache_core.connectors.vllm.worker import WorkerSide
 
 log = logging.getLogger(__name__)
 
 
-class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One side of the connector, by `role`.
 
     Raises:
@@ -43,16 +49,16 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._settings = read_settings(self._transfer.kv_connector_extra_config)
         check_version()
         check_config(vllm_config)
-        self._spec = attention_spec(kv_cache_config)
+        self._groups = attention_groups(kv_cache_config)
         self._worker: WorkerSide | None = None
         self._server: LookupServer | None = None
         self._tally = Tally()
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._warn()
-            engine = engine_here(self._transfer.engine_id)
-            if engine is not None:  # the one worker shares this process
-                self._scheduler = self._make_scheduler(LocalLookups(engine))
+            cache = cache_here(self._transfer.engine_id)
+            if cache is not None:  # the one worker shares this process
+                self._scheduler = self._make_scheduler(LocalLookups(cache))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -69,7 +75,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._scheduler is None:
@@ -85,7 +91,9 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.reported(metadata.report)
 
     @guarded(lambda: (False, None))
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
         return False, None
@@ -106,11 +114,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = open_rank(self._vllm_config, self._kv_cache_config, kv_caches, self._settings)
-        rank.engine.subscribe(self._tally, *Tally.KINDS)
+        rank.cache.engines[0].subscribe(self._tally, *Tally.KINDS)
         self._worker = WorkerSide(
-            rank.engine,
+            rank.cache,
             rank.blocks,
-            rank.block_tokens,
             rank=rank.number,
             on_lost=lambda num_tokens: self._tally.add(lost_tokens=num_tokens),
         )
@@ -118,17 +125,17 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_handshake_metadata(self) -> AddressMetadata | None:
         """Where the scheduler reaches this rank's lookups, unless it shares the process."""
         parallel = self._vllm_config.parallel_config
-        engine = engine_here(self._transfer.engine_id)
+        cache = cache_here(self._transfer.engine_id)
         alone = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
-        if engine is None or alone:
+        if cache is None or alone:
             return None
-        self._server = self._server or LookupServer(engine)
+        self._server = self._server or LookupServer(cache)
         return AddressMetadata(
             RankAddress(
                 path=self._server.path,
                 nonce=self._server.nonce,
-                model_json=engine.model.to_json(),
-                has_far_tiers=len(engine.config.tiers) > len(engine.memory_tiers),
+                model_json=cache.model.to_json(),
+                has_far_tiers=cache.has_far_tiers,
             )
         )
 
@@ -146,6 +153,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.save(self._get_connector_metadata().step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        arrived, failed = (set(), set()) if self._worker is None else self._worker.arrived()
+        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.failed_blocks()
@@ -187,10 +198,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.plan_saves(step, scheduler_output)
 
     def _make_scheduler(self, lookups: Lookups) -> SchedulerSide:
-        config = cache_config(self._settings, self._spec.block_size)
+        config = cache_config(self._settings, common_block_tokens(self._groups))
         return SchedulerSide(
             lookups,
-            self._spec.block_size,
+            self._groups,
             loads=self._transfer.is_kv_consumer,
             saves=self._transfer.is_kv_producer,
             tails=config.tails,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from lmcache_core.connectors.effective import PREFIX_ROPE_TYPES, effective_fields, rope_types
 from lmcache_core.connectors.vllm.versions import vllm_version
 from lmcache_core.errors import UnsupportedModel
-from lmcache_core.identity import ModelRecord, Part, Value, weights_fingerprint
+from lmcache_core.identity import ModelRecord, Part, Value, encode, weights_fingerprint
+from lmcache_core.identity.parts import MAX_NAME_CHARS
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -28,14 +30,29 @@ def model_record(vllm_config: Any, chunk_tokens: int, fingerprint_folder: Path |
     )
 
 
-def rank_part(vllm_config: Any, spec: Any, layer_names: Sequence[str], block_nbytes: int, order: str) -> Part:
+WHOLE = "full"
+"""The group's name where there is one, of full attention."""
+
+
+def rank_part(
+    vllm_config: Any,
+    spec: Any,
+    layer_names: Sequence[str],
+    block_nbytes: int,
+    order: str,
+    *,
+    group: str = WHOLE,
+) -> Part:
     """The layers and KV heads that this rank holds. `order` names the order of bytes inside a block.
+
+    The layers of a `group_name` are counted within the group: its name says which of the model's they are.
 
     Raises:
         UnsupportedModel: layers or heads that can't be placed in the whole model.
     """
     indices = [_layer_index(name) for name in layer_names]
-    if indices != list(range(indices[0], indices[0] + len(indices))):
+    layers = (indices[0], indices[-1] + 1) if group == WHOLE else (0, len(indices))
+    if layers[1] - layers[0] != len(set(indices)) or len(set(indices)) != len(indices):
         raise UnsupportedModel(f"layers {indices} are not one stretch of the model")
     heads, block_tokens = spec.num_kv_heads, spec.block_size
     if block_nbytes % (heads * block_tokens):
@@ -44,11 +61,23 @@ def rank_part(vllm_config: Any, spec: Any, layer_names: Sequence[str], block_nby
         )
     first = _first_head(vllm_config, heads)
     return Part(
-        layers=(indices[0], indices[-1] + 1),
+        layers=layers,
         heads=(first, first + heads),
         content_format=f"vllm {vllm_version()} blocks {order} {_name(spec.dtype)} {block_tokens}",
         content_nbytes=block_nbytes // (heads * block_tokens),
+        group=group,
     )
+
+
+def group_name(window: int | None, layer_names: Sequence[str]) -> str:
+    """Names one of several attention groups, or one with a window, by its layers."""
+    indices = [_layer_index(name) for name in layer_names]
+    kind = "full attention" if window is None else f"window {window}"
+    name = f"{kind} of layers {','.join(map(str, indices))}"
+    if len(name) <= MAX_NAME_CHARS:
+        return name
+    digest = blake2b(encode(indices), digest_size=16, person=b"lmcache-core g1").hexdigest()
+    return f"{kind} of {len(indices)} layers {digest}"
 
 
 def in_order(layer_names: Sequence[str]) -> list[str]:

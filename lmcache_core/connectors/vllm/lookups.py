@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache_core.engine import CacheEngine
-from lmcache_core.errors import LMCacheError
+from lmcache_core.connectors.vllm.grouped import GroupedCache
 from lmcache_core.identity import Content, ModelRecord
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The longest prefix that lies verified in memory, pinned there. Empty ids pin nothing."""
+    """The longest prefix that lies verified in memory, pinned there."""
 
     num_tokens: int
-    lookup_ids: Sequence[str]
-    """One a rank."""
+    lookup_ids: Sequence[Sequence[str]]
+    """Each rank's, of all its attention groups."""
 
 
 class Arrival(Protocol):
@@ -61,29 +57,25 @@ class Lookups(Protocol):
 
 
 class LocalLookups:
-    """The one rank's engine is in this process."""
+    """The one rank's cache is in this process."""
 
     several_ranks = False
 
-    def __init__(self, engine: CacheEngine) -> None:
-        self._engine = engine
-        self._near = engine.memory_tiers
-        self.model = engine.model
-        self.has_far_tiers = len(engine.config.tiers) > len(self._near)
+    def __init__(self, cache: GroupedCache) -> None:
+        self._cache = cache
+        self.model = cache.model
+        self.has_far_tiers = cache.has_far_tiers
 
     def hold(self, content: Content, limit: int) -> Held:
-        found = self._engine.lookup(content, search_range=self._near, limit=limit, pin=True, owner="vllm")
-        return Held(found.num_tokens, (found.lookup_id,))
+        num_tokens, lookup_ids = self._cache.hold(content, limit)
+        return Held(num_tokens, (lookup_ids,))
 
     def release(self, held: Held) -> None:
-        for lookup_id in held.lookup_ids:
-            try:
-                self._engine.lookup_unpin(lookup_id)
-            except LMCacheError as error:
-                log.warning("a lookup's pins were gone before its end: %s", error)
+        for lookup_ids in held.lookup_ids:
+            self._cache.release(lookup_ids)
 
     def bring_near(self, content: Content) -> Arrival:
-        return self._engine.prefetch(content)
+        return self._cache.bring_near(content)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -16,11 +16,11 @@ class Load:
     content: NamedContent
     """At least `end` tokens."""
     first: int
-    """A multiple of the block size; blocks before it may be shared with others and are not written."""
+    """A multiple of the block sizes; blocks before it may be shared with others and are not written."""
     end: int
-    block_ids: Sequence[int]
-    """All of the request's blocks, first token first."""
-    lookup_ids: Sequence[str]
+    block_ids: Sequence[Sequence[int]]
+    """All of the request's blocks in each attention group, first token first."""
+    lookup_ids: Sequence[Sequence[str]]
     """Each rank's pins, which end with the load."""
 
 
@@ -30,7 +30,8 @@ class Save:
 
     request_id: str
     content: NamedContent
-    block_ids: Sequence[int]
+    block_ids: Sequence[Sequence[int]]
+    """All of the request's blocks in each attention group, first token first."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,19 +1,23 @@
-"""One rank's cache engine, made when vLLM hands over its KV tensors; found by whoever shares the process."""
+"""One rank's cache, made when vLLM hands over its KV tensors; found by whoever shares the process."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.connectors.vllm.identity import in_order, model_record, rank_part
+from lmcache_core.config import CacheConfig
+from lmcache_core.connectors.vllm.grouped import GroupedCache
+from lmcache_core.connectors.vllm.groups import Group, common_block_tokens
+from lmcache_core.connectors.vllm.identity import WHOLE, group_name, in_order, model_record, rank_part
 from lmcache_core.connectors.vllm.settings import ConnectorSettings, cache_config
-from lmcache_core.connectors.vllm.support import attention_spec
+from lmcache_core.connectors.vllm.support import attention_groups, attention_specs
 from lmcache_core.connectors.vllm.versions import instruction_set
 from lmcache_core.engine import CacheEngine
 from lmcache_core.errors import ConfigError, UnsupportedModel
+from lmcache_core.identity import ModelRecord, Part
 from lmcache_core.kernels import OpaqueBlocks
 
 if TYPE_CHECKING:
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _lock = threading.Lock()  # guards the dictionary
-_engines: dict[str, CacheEngine] = {}  # by vLLM's engine id; one rank a process
+_caches: dict[str, GroupedCache] = {}  # by vLLM's engine id; one rank a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +35,15 @@ class Rank:
 
     number: int
     """Among all ranks of the engine."""
-    engine: CacheEngine
-    blocks: OpaqueBlocks
-    block_tokens: int
+    cache: GroupedCache
+    blocks: Sequence[OpaqueBlocks]
+    """Of each of the cache's groups."""
 
 
 def open_rank(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Tensor], settings: ConnectorSettings
 ) -> Rank:
-    """Builds the engine over this rank's KV tensors, and makes it known in this process.
+    """Builds the cache over this rank's KV tensors, and makes it known in this process.
 
     Raises:
         UnsupportedModel: KV that can't be served; says why.
@@ -47,43 +51,74 @@ def open_rank(
     """
     import torch
 
-    spec = attention_spec(kv_cache_config)
-    names = in_order(list(kv_caches))
-    blocks = OpaqueBlocks([kv_caches[name] for name in names])
-    if blocks.num_blocks != kv_cache_config.num_blocks or blocks.block_nbytes != spec.page_size_bytes:
-        raise UnsupportedModel(
-            f"vLLM keeps {kv_cache_config.num_blocks} blocks of {spec.page_size_bytes} bytes, its tensors "
-            f"hold {blocks.num_blocks} of {blocks.block_nbytes}"
-        )
-    order = f"{instruction_set(vllm_config, names)} {torch.backends.cpu.get_cpu_capability()}"
-    config = cache_config(settings, spec.block_size)
-    engine = CacheEngine(
-        config,
-        model=model_record(vllm_config, config.chunk_tokens, settings.fingerprint_folder),
-        part=rank_part(vllm_config, spec, names, blocks.block_nbytes, order),
-    )
-    if not engine.memory_tiers:
-        engine.close()
+    groups = attention_groups(kv_cache_config)
+    order = f"{instruction_set(vllm_config, kv_caches)} {torch.backends.cpu.get_cpu_capability()}"
+    blocks: list[OpaqueBlocks] = []
+    parts: list[Part] = []
+    for names, group, spec in zip(
+        _layers(kv_cache_config, kv_caches), groups, attention_specs(kv_cache_config), strict=True
+    ):
+        memory = OpaqueBlocks([kv_caches[name] for name in names])
+        if (memory.num_blocks, memory.block_nbytes) != (kv_cache_config.num_blocks, spec.page_size_bytes):
+            raise UnsupportedModel(
+                f"vLLM keeps {kv_cache_config.num_blocks} blocks of {spec.page_size_bytes} bytes, its "
+                f"tensors hold {memory.num_blocks} of {memory.block_nbytes}"
+            )
+        alone = len(groups) == 1 and group.window is None
+        name = WHOLE if alone else group_name(group.window, names)
+        blocks.append(memory)
+        parts.append(rank_part(vllm_config, spec, names, memory.block_nbytes, order, group=name))
+    config = cache_config(settings, common_block_tokens(groups))
+    model = model_record(vllm_config, config.chunk_tokens, settings.fingerprint_folder)
+    cache = _open_cache(config, model, groups, parts)
+    with _lock:
+        _caches[vllm_config.kv_transfer_config.engine_id] = cache
+    described = "; ".join(map(str, parts))
+    log.info("KV of %s: %s\n%s", vllm_config.model_config.model, described, cache.engines[0].stats())
+    parallel = vllm_config.parallel_config
+    return Rank(parallel.rank % parallel.world_size, cache, blocks)
+
+
+def cache_here(engine_id: str) -> GroupedCache | None:
+    """The cache of a worker in this process, if it has one."""
+    with _lock:
+        return _caches.get(engine_id)
+
+
+def close_rank(engine_id: str) -> None:
+    """Closes the cache, which writes what waits, and forgets it. Idempotent."""
+    with _lock:
+        cache = _caches.pop(engine_id, None)
+    if cache is not None:
+        cache.close()
+
+
+def _layers(kv_cache_config: Any, kv_caches: Mapping[str, Tensor]) -> list[list[str]]:
+    """Each group's layers that have KV of their own, in the model's order.
+
+    A layer that reads another's KV has the same tensor; groups share memory, but never a block.
+    """
+    left = set(kv_caches)
+    found: list[list[str]] = []
+    for group in kv_cache_config.kv_cache_groups:
+        names = [name for name in group.layer_names if name in kv_caches]
+        left.difference_update(names)
+        own = {kv_caches[name].data_ptr(): name for name in reversed(in_order(names))}
+        found.append(in_order(list(own.values())))
+    if left or not all(found):
+        raise UnsupportedModel(f"layers {sorted(left)} are in no group of vLLM's, or a group has no layer")
+    return found
+
+
+def _open_cache(
+    config: CacheConfig, model: ModelRecord, groups: Sequence[Group], parts: Sequence[Part]
+) -> GroupedCache:
+    largest = max(parts, key=lambda part: part.num_layers * part.segment_nbytes(config.chunk_tokens))
+    first = CacheEngine(config, model=model, part=largest)
+    if not first.memory_tiers:
+        first.close()
         raise ConfigError(
             "vLLM is only promised KV that is in memory: put a memory tier first, such as "
             "{name: cpu, backend: cpu, capacity: 8GiB}"
         )
-    with _lock:
-        _engines[vllm_config.kv_transfer_config.engine_id] = engine
-    log.info("KV of %s, part %s\n%s", vllm_config.model_config.model, engine.part, engine.stats())
-    parallel = vllm_config.parallel_config
-    return Rank(parallel.rank % parallel.world_size, engine, blocks, spec.block_size)
-
-
-def engine_here(engine_id: str) -> CacheEngine | None:
-    """The engine of a worker in this process, if it has one."""
-    with _lock:
-        return _engines.get(engine_id)
-
-
-def close_rank(engine_id: str) -> None:
-    """Closes the engine, which writes what waits, and forgets it. Idempotent."""
-    with _lock:
-        engine = _engines.pop(engine_id, None)
-    if engine is not None:
-        engine.close()
+    return GroupedCache(groups, [first if part is largest else first.beside(part) for part in parts])

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from lmcache_core.connectors.vllm import wire
+from lmcache_core.connectors.vllm.grouped import common_end
 from lmcache_core.connectors.vllm.lookups import Held
 from lmcache_core.identity import Content, ModelRecord, NamedContent
 
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 DEADLINE_S = 1.0
 """For one question to all ranks together."""
+AGREE_ATTEMPTS = 4
+"""How often ranks that have different prefixes are asked for what they share."""
 COOL_DOWN_S = 5.0
 """How long a rank that didn't answer isn't asked. Meanwhile nothing is a hit."""
 
@@ -53,20 +56,24 @@ class RankLookups:
         self._arrival_ids = itertools.count()
 
     def hold(self, content: Content, limit: int) -> Held:
-        answers = self.ask([wire.Hold(_names(content), limit)] * len(self._ranks), wire.Found)
-        found = [answer for answer in answers if answer is not None]
-        counts = {answer.num_tokens for answer in found}
-        num_tokens = min(counts, default=0)
-        if len(counts) > 1:  # a tail that one rank has may be part of another's longer chunk
-            num_tokens -= num_tokens % self.model.chunk_tokens
-        held = Held(num_tokens, tuple("" if answer is None else answer.lookup_id for answer in answers))
-        if len(found) < len(self._ranks):
+        names = _names(content)
+        for _ in range(AGREE_ATTEMPTS):
+            answers = self.ask([wire.Hold(names, limit)] * len(self._ranks), wire.Found)
+            found = [answer for answer in answers if answer is not None]
+            ends = {answer.num_tokens for answer in found}
+            held = Held(
+                min(ends, default=0), tuple([] if each is None else each.lookup_ids for each in answers)
+            )
+            if len(found) == len(self._ranks) and len(ends) == 1:
+                return held
             self.release(held)
-            return Held(0, ("",) * len(self._ranks))
-        return held
+            if len(found) < len(self._ranks):
+                break
+            limit = common_end(ends, self.model.chunk_tokens)  # what a window needs ends there, too
+        return Held(0, ((),) * len(self._ranks))
 
     def release(self, held: Held) -> None:
-        calls = [wire.Release(lookup_id) if lookup_id else None for lookup_id in held.lookup_ids]
+        calls = [wire.Release([*lookup_ids]) if lookup_ids else None for lookup_ids in held.lookup_ids]
         self.ask(calls, bool)
 
     def bring_near(self, content: Content) -> RankArrival:

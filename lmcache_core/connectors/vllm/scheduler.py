@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.connectors.vllm.contents import Contents
+from lmcache_core.connectors.vllm.groups import Group, common_block_tokens, requests_wait
 from lmcache_core.connectors.vllm.lookups import Arrival, Held, Lookups
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
 from lmcache_core.identity import Content, NamedContent
@@ -50,7 +51,7 @@ class SchedulerSide:
     def __init__(
         self,
         lookups: Lookups,
-        block_tokens: int,
+        groups: Sequence[Group],
         *,
         loads: bool,
         saves: bool,
@@ -62,7 +63,8 @@ class SchedulerSide:
     ) -> None:
         self._lookups = lookups
         self._chunk_tokens = lookups.model.chunk_tokens
-        self._block_tokens = block_tokens
+        self._block_tokens = block_tokens = common_block_tokens(groups)
+        self._requests_wait = requests_wait(groups)
         self._loads = loads
         self._saves = saves
         self._tails = tails
@@ -82,7 +84,10 @@ class SchedulerSide:
     # -- the life of a request -------------------------------------------------------------------
 
     def matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
-        """How many tokens after the first `num_local` can be loaded; None: ask again."""
+        """How many tokens after the first `num_local` can be loaded; None: ask again.
+
+        And whether the request then waits until that is done.
+        """
         tracked = self._track(request)
         if tracked is None or not self._loads:
             return 0, False
@@ -107,10 +112,13 @@ class SchedulerSide:
         if tracked.offer is None:
             tracked.offer = NamedContent.of(tracked.content, held.num_tokens)
         tracked.num_local = num_local
-        return num_tokens, False
+        return num_tokens, self._requests_wait
 
-    def allocated(self, request: Any, block_ids: list[int], num_tokens: int) -> None:
-        """vLLM has taken `num_tokens` of what was offered, and gives blocks to load them into."""
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """vLLM has taken `num_tokens` of what was offered, and gives each group blocks to load them into.
+
+        For a request that waited it comes again when the load is done, with no tokens.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or num_tokens <= 0:
             if tracked is not None:
@@ -144,9 +152,11 @@ class SchedulerSide:
         """Adds what the step completes.
 
         With several ranks nothing is saved until it is known that all could load what was promised: a rank
-        that could would keep KV that it computed with one that couldn't.
+        that could would keep KV that it computed with one that couldn't. Behind requests that wait there is
+        nothing to compute before.
         """
-        if not self._saves or (self._lookups.several_ranks and self._last_load > self._confirmed):
+        unsure = self._lookups.several_ranks and self._last_load > self._confirmed
+        if not self._saves or (unsure and not self._requests_wait):
             return
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
@@ -155,7 +165,7 @@ class SchedulerSide:
                 blocks = scheduled.kv_connector_block_state.get_block_ids(request_id)
                 self.contents.grow(tracked.content, tracked.request, end)
                 content = NamedContent.of(tracked.content, end)
-                step.saves.append(Save(request_id=request_id, content=content, block_ids=list(blocks[0])))
+                step.saves.append(Save(request_id=request_id, content=content, block_ids=blocks))
 
     def reported(self, report: Report) -> None:
         """Takes the workers' report: what failed once isn't tried again for that request."""

@@ -1,4 +1,4 @@
-"""A rank's side of the lookup protocol: answers the scheduler from this rank's engine."""
+"""A rank's side of the lookup protocol: answers the scheduler from this rank's cache."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from lmcache_core.connectors.vllm import wire
-from lmcache_core.engine import CacheEngine, Prefetch
-from lmcache_core.errors import LMCacheError
+from lmcache_core.connectors.vllm.grouped import GroupedCache
+from lmcache_core.engine import Prefetch
 from lmcache_core.identity import NamedContent
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,8 @@ class LookupServer:
     One thread listens, one serves each connection; both are daemons.
     """
 
-    def __init__(self, engine: CacheEngine) -> None:
-        self._engine = engine
-        self._near = engine.memory_tiers
+    def __init__(self, cache: GroupedCache) -> None:
+        self._cache = cache
         self.nonce = os.urandom(wire.NONCE_NBYTES)
         _sweep()
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # of mode 0700
@@ -102,20 +101,14 @@ class LookupServer:
     def _answer(self, call: wire.Call, arrivals: dict[int, Prefetch]) -> object:
         match call:
             case wire.Hold(names, limit):
-                content = NamedContent(self._engine.model, names.hashes, names.tails)
-                found = self._engine.lookup(
-                    content, search_range=self._near, limit=limit, pin=True, owner="vllm"
-                )
-                return wire.Found(found.num_tokens, found.lookup_id)
-            case wire.Release(lookup_id):
-                try:
-                    self._engine.lookup_unpin(lookup_id)
-                except LMCacheError as error:
-                    log.warning("a lookup's pins were gone before its end: %s", error)
+                content = NamedContent(self._cache.model, names.hashes, names.tails)
+                return wire.Found(*self._cache.hold(content, limit))
+            case wire.Release(lookup_ids):
+                self._cache.release(lookup_ids)
                 return True
             case wire.BringNear(arrival_id, names):
-                content = NamedContent(self._engine.model, names.hashes, names.tails)
-                arrivals[arrival_id] = self._engine.prefetch(content)
+                content = NamedContent(self._cache.model, names.hashes, names.tails)
+                arrivals[arrival_id] = self._cache.bring_near(content)
                 return True
             case wire.Arrived(arrival_id, wait_s):
                 arrival = arrivals.get(arrival_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.errors import UnsupportedModel
 
 _READ_FROM_THE_MODEL_PATH = frozenset(
@@ -25,6 +26,7 @@ _READ_FROM_THE_MODEL_PATH = frozenset(
 """Load formats whose weights are the files that are fingerprinted."""
 
 _DRAFTS_WITHOUT_KV = frozenset({"ngram", "suffix"})
+_WINDOW = "SlidingWindowSpec"
 
 
 def check_config(vllm_config: Any) -> None:
@@ -38,24 +40,36 @@ def check_config(vllm_config: Any) -> None:
             raise UnsupportedModel(f"the LMCacheCore connector can't be used with {reason}")
 
 
-def attention_spec(kv_cache_config: Any) -> Any:
-    """The spec of the one attention group that there is.
+def attention_specs(kv_cache_config: Any) -> list[Any]:
+    """The spec of each attention group.
 
     Raises:
-        UnsupportedModel: several groups, or one that doesn't keep the KV of every token.
+        UnsupportedModel: a group whose KV isn't that of every token, or of a window's.
     """
-    groups = kv_cache_config.kv_cache_groups
-    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-    if len(groups) != 1:
-        raise UnsupportedModel(f"{len(groups)} groups of layers with KV of their own ({', '.join(kinds)})")
-    spec = groups[0].kv_cache_spec
-    if kinds[0] == "UniformTypeKVCacheSpecs":
+    if not kv_cache_config.kv_cache_groups:
+        raise UnsupportedModel("a model without KV")
+    return [_attention_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+
+
+def attention_groups(kv_cache_config: Any) -> tuple[Group, ...]:
+    """What there is to know of each group for planning; raises as `attention_specs`."""
+    return tuple(
+        Group(spec.block_size, spec.sliding_window if type(spec).__name__ == _WINDOW else None)
+        for spec in attention_specs(kv_cache_config)
+    )
+
+
+def _attention_spec(spec: Any) -> Any:
+    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
         inner = list(spec.kv_cache_specs.values())
         if any(each != inner[0] for each in inner):
             raise UnsupportedModel("layers whose KV differs in heads or size")
         spec = inner[0]
-    if type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        raise UnsupportedModel(f"layers of kind {type(spec).__name__}: only full attention is supported yet")
+    kind = type(spec).__name__
+    if kind not in (_WINDOW, "FullAttentionSpec", "MLAAttentionSpec"):
+        raise UnsupportedModel(
+            f"layers of kind {kind}: only full attention and sliding windows are supported"
+        )
     return spec
 
 

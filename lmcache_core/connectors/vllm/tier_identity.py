@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.connectors.vllm.identity import model_record
-from lmcache_core.connectors.vllm.support import attention_spec, check_config
+from lmcache_core.connectors.vllm.support import attention_groups, check_config
 from lmcache_core.connectors.vllm.versions import instruction_set, vllm_version
 from lmcache_core.errors import UnsupportedModel
 from lmcache_core.identity import HostScheme, ModelRecord, Part
@@ -45,7 +45,12 @@ def offload_identity(spec: Any, row_nbytes: int, fingerprint_folder: Path | None
             "vLLM names KV of LoRA adapters by their path, not by their weights: other weights under "
             "one path would share it; use the LMCacheCore connector, which reads the files"
         )
-    attention_spec(kv_cache_config)
+    groups = attention_groups(kv_cache_config)
+    if len(groups) > 1 or groups[0].window is not None:
+        raise UnsupportedModel(
+            f"{len(groups)} groups of layers, or a sliding window: a secondary tier keeps full attention "
+            "only; the LMCacheCore connector keeps both"
+        )
     if spec.config.kv_cache_layout is None:
         raise UnsupportedModel("this vLLM doesn't say in which layout the KV of a block lies")
     tokens = spec.tokens_per_block[0] * spec.blocks_per_chunk

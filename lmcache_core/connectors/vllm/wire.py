@@ -35,13 +35,13 @@ class Hold(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
-    lookup_id: str
+    lookup_ids: list[str]
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End a lookup's pins. Answered by True."""
+    """End the pins of lookups. Answered by True."""
 
-    lookup_id: str
+    lookup_ids: list[str]
 
 
 class BringNear(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -1,14 +1,14 @@
-"""The worker's side: moves KV between this rank's blocks and its cache engine, as the scheduler planned."""
+"""The worker's side: moves KV between this rank's blocks and its cache, as the scheduler planned."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lmcache_core.connectors.vllm.blocks import RequestBlocks
+from lmcache_core.connectors.vllm.grouped import GroupedCache
+from lmcache_core.connectors.vllm.groups import requests_wait
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
-from lmcache_core.engine import CacheEngine
-from lmcache_core.errors import LMCacheError
 from lmcache_core.kernels import OpaqueBlocks
 
 log = logging.getLogger(__name__)
@@ -19,21 +19,22 @@ class WorkerSide:
 
     def __init__(
         self,
-        engine: CacheEngine,
-        blocks: OpaqueBlocks,
-        block_tokens: int,
+        cache: GroupedCache,
+        blocks: Sequence[OpaqueBlocks],
         *,
         rank: int,
         on_lost: Callable[[int], None],
     ) -> None:
-        """`on_lost` is told how many tokens a failed load leaves to compute."""
-        self._engine = engine
-        self._blocks = blocks
-        self._block_tokens = block_tokens
+        """`blocks` are of the cache's groups; `on_lost` is told how many tokens a failed load leaves."""
+        self._cache = cache
+        self._blocks = tuple(blocks)
         self._rank = rank
         self._on_lost = on_lost
-        self._near = engine.memory_tiers
+        self._chunk_tokens = cache.model.chunk_tokens
+        self._requests_wait = requests_wait(cache.groups)
         self._report: Report | None = None  # of this step
+        self._arrived: set[str] = set()  # requests that waited for this step's loads
+        self._failed: set[str] = set()  # those of them whose load failed
         self._failed_blocks: set[int] = set()  # of this step
         self._bad_blocks: dict[int, int] = {}
         # Block id → the step in which it was promised and not filled. Until the scheduler has dealt with
@@ -51,11 +52,16 @@ class WorkerSide:
                 )
                 self._on_lost(load.end - end)
                 failed[load.request_id] = end
-                blocks = load.block_ids[end // self._block_tokens : -(-load.end // self._block_tokens)]
-                self._failed_blocks.update(blocks)
-                self._bad_blocks.update(dict.fromkeys(blocks, step.number))
+                if not self._requests_wait:
+                    block_tokens, [block_ids] = self._cache.groups[0].block_tokens, load.block_ids
+                    blocks = block_ids[end // block_tokens : -(-load.end // block_tokens)]
+                    self._failed_blocks.update(blocks)
+                    self._bad_blocks.update(dict.fromkeys(blocks, step.number))
         if step.loads:
             self._report = Report(step=step.number, failed=failed)
+        if self._requests_wait:
+            self._arrived.update(load.request_id for load in step.loads)
+            self._failed.update(failed)
 
     def save(self, step: Step) -> None:
         """Takes what the step's forward has completed. The blocks may be reused when this returns."""
@@ -64,7 +70,8 @@ class WorkerSide:
                 block: number for block, number in self._bad_blocks.items() if number > step.confirmed
             }
         for save in step.saves:
-            if self._bad_blocks.keys().isdisjoint(save.block_ids) and not self._save(save):
+            good = not self._bad_blocks or self._bad_blocks.keys().isdisjoint(save.block_ids[0])
+            if good and not self._save(save):
                 return  # no memory: the others would wait for it in vain, one after the other
 
     def report(self) -> Report | None:
@@ -73,31 +80,66 @@ class WorkerSide:
         return report
 
     def failed_blocks(self) -> set[int]:
-        """The step's blocks that were promised and not filled, once."""
+        """The step's blocks that were promised and not filled, once. None of requests that wait."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def arrived(self) -> tuple[set[str], set[str]]:
+        """The requests that waited for this step's loads, and those of them to take back, once."""
+        arrived, self._arrived = self._arrived, set()
+        failed, self._failed = self._failed, set()
+        return arrived, failed
+
     def _load(self, load: Load) -> int:
-        """Returns the end of the tokens that are in place."""
-        target = RequestBlocks(
-            self._blocks, self._block_tokens, load.block_ids, first=load.first, end=load.end
-        )
+        """Returns the end of the tokens that are in place in every group."""
         try:
-            return self._engine.retrieve(load.content, target, search_range=self._near).num_tokens
+            return min(self._load_group(load, index) for index in range(len(self._blocks)))
         except Exception:  # recorded boundary: a load that fails is computed
             log.exception("request %s: loading failed", load.request_id)
             return load.first
         finally:
-            try:
-                self._engine.lookup_unpin(load.lookup_ids[self._rank])
-            except LMCacheError as error:
-                log.warning("request %s: %s", load.request_id, error)
+            self._cache.release(load.lookup_ids[self._rank])
+
+    def _load_group(self, load: Load, index: int) -> int:
+        group, engine = self._cache.groups[index], self._cache.engines[index]
+        target = RequestBlocks(
+            self._blocks[index],
+            group.block_tokens,
+            load.block_ids[index],
+            first=load.first,
+            end=load.end,
+        )
+        if target.num_missing > group.first_needed(load.end):
+            raise ValueError(f"no blocks for tokens [{group.first_needed(load.end)}, {target.num_missing})")
+        num_tokens = load.content.num_tokens
+        held = load.first // self._chunk_tokens * self._chunk_tokens  # by vLLM
+        skip = max(held, group.skipped(num_tokens, self._chunk_tokens))
+        found = engine.retrieve(
+            load.content, target, mask=_after(skip, num_tokens), search_range=self._cache.near
+        )
+        return skip + found.num_tokens
 
     def _save(self, save: Save) -> bool:
         """Whether there was room for all of it."""
-        source = RequestBlocks(self._blocks, self._block_tokens, save.block_ids)
         try:
-            return not self._engine.store(save.content, source).num_skipped_tokens
+            return all(self._save_group(save, index) for index in range(len(self._blocks)))
         except Exception:  # recorded boundary: what can't be stored will be computed again
             log.exception("request %s: storing failed", save.request_id)
             return True
+
+    def _save_group(self, save: Save, index: int) -> bool:
+        group, engine = self._cache.groups[index], self._cache.engines[index]
+        source = RequestBlocks(self._blocks[index], group.block_tokens, save.block_ids[index])
+        num_tokens = save.content.num_tokens
+        skip = source.num_missing // self._chunk_tokens * self._chunk_tokens
+        end = min(skip + self._chunk_tokens, num_tokens)
+        if source.num_missing > max(skip, group.first_needed(end - 1)):
+            skip = end  # what is missing of this chunk would be needed
+        if skip >= num_tokens:
+            return True
+        return not engine.store(save.content, source, mask=_after(skip, num_tokens)).num_skipped_tokens
+
+
+def _after(skip: int, num_tokens: int) -> list[bool] | None:
+    """The mask of all tokens but the first `skip`."""
+    return [False] * skip + [True] * (num_tokens - skip) if skip else None

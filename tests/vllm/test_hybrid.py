@@ -1,0 +1,108 @@
+"""Models whose layers attend in different ways: vLLM gives each group of them blocks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_session import Answer, Engine, Request, save_llama, tokens
+
+WINDOW = 200
+"""Neither whole blocks nor a whole chunk."""
+SHARED = tokens(1024, seed=201)
+LONG = [Request([*SHARED[: 256 * (i % 5)], *tokens(300 + 161 * i, seed=210 + i)]) for i in range(6)]
+SHORT = [Request(tokens(20 + 90 * i, seed=230 + i), max_tokens=60) for i in range(6)]
+MIXED = [*LONG, *SHORT]
+WHOLE = Request(SHARED)
+TALK = Request(tokens(200, seed=240), max_tokens=120)
+"""Its answer completes a chunk while it is being decoded."""
+REQUESTS = [*MIXED, WHOLE, TALK]
+
+
+def cache(folder: Path) -> dict[str, object]:
+    return {
+        "chunk_tokens": 256,
+        "tiers": [
+            {"name": "cpu", "backend": "cpu", "capacity": "256MiB"},
+            {"name": "disk", "backend": "disk", "capacity": "512MiB", "options": {"path": str(folder)}},
+        ],
+    }
+
+
+def said(answers: list[Answer]) -> list[list[int]]:
+    assert all(answer.reason == "length" for answer in answers)
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with a window in two of three layers, and so with three groups in vLLM."""
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    folder = tmp_path_factory.mktemp("model") / "hybrid"
+    return save_llama(folder, num_layers=6, layer_types=layers, sliding_window=WINDOW)
+
+
+@pytest.fixture(scope="module")
+def expected(hybrid: Path, log: Path) -> list[list[int]]:
+    """Each request's tokens, computed alone and without a connector."""
+    with Engine(hybrid, log) as plain:
+        return [said(plain.generate(request))[0] for request in REQUESTS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def first(hybrid: Path, log: Path, folder: Path) -> Iterator[Engine]:
+    # Few tokens a step, so that windows move on while a chunk is computed; none of it remembered by vLLM.
+    with Engine(hybrid, log, cache(folder), max_num_batched_tokens=208, max_num_seqs=12) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def warm(first: Engine, expected: list[list[int]]) -> list[Answer]:
+    """Answers to requests that were all seen before."""
+    assert said(first.generate(*REQUESTS)) == expected
+    return first.generate(*REQUESTS)
+
+
+def test_vllm_keeps_three_groups_of_layers(first: Engine) -> None:
+    assert first.ask("stats")["groups"] == [WINDOW, WINDOW, None]
+
+
+def test_what_is_loaded_into_every_group_answers_as_what_is_computed(
+    warm: list[Answer], expected: list[list[int]]
+) -> None:
+    assert said(warm) == expected
+
+
+def test_a_prompt_is_loaded_up_to_its_last_whole_block(warm: list[Answer]) -> None:
+    for request, answer in zip(REQUESTS, warm, strict=True):
+        whole = len(request.tokens) // 128 * 128
+        assert answer.cached == min(whole, len(request.tokens) - 1)
+
+
+def test_the_next_turn_of_a_chat_finds_what_was_decoded(
+    first: Engine, warm: list[Answer], hybrid: Path, log: Path
+) -> None:
+    turn = Request([*TALK.tokens, *warm[-1].tokens[:100]])
+    [answer] = first.generate(turn)
+    assert answer.cached == 256
+    with Engine(hybrid, log) as plain:
+        assert said([answer]) == said(plain.generate(turn))
+
+
+def test_a_new_process_loads_from_disk(
+    first: Engine, warm: list[Answer], hybrid: Path, log: Path, folder: Path, expected: list[list[int]]
+) -> None:
+    seen = first.ask("stats")
+    assert (seen["leases"], seen["pins"], seen["tracked"]) == (0, 0, 0)
+    first.close()  # the last test that uses it
+    with Engine(hybrid, log, cache(folder), enable_prefix_caching=True) as engine:
+        answers = engine.generate(*REQUESTS)
+        assert said(answers) == expected
+        assert [answer.cached for answer in answers] == [answer.cached for answer in warm]
+        assert said(engine.generate(*REQUESTS)) == expected
