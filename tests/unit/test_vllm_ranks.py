@@ -61,7 +61,7 @@ class Ranks:
         ]
         self.servers = [LookupServer(alone(engine)) for engine in self.engines]
         self.addresses = [
-            RankAddress(server.path, server.nonce, MODEL.to_json(), has_far_tiers=False)
+            RankAddress(server.path, server.nonce, MODEL.to_json(), {"cpu": "memory"}, has_far_tiers=False)
             for server in self.servers
         ]
         self.lookups = RankLookups(self.addresses, clock=self.clock)
@@ -128,7 +128,9 @@ def test_a_rank_that_hangs_costs_its_deadline_once(ranks: Ranks, tmp_path: Path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(str(tmp_path / "rank"))
         silent.listen()
-        hung = RankAddress(str(tmp_path / "rank"), b"n" * 16, MODEL.to_json(), has_far_tiers=False)
+        hung = RankAddress(
+            str(tmp_path / "rank"), b"n" * 16, MODEL.to_json(), {"cpu": "memory"}, has_far_tiers=False
+        )
         lookups = RankLookups([ranks.addresses[0], hung], clock=ranks.clock)
         assert lookups.hold(content(), 1000).num_tokens == 0
         silent.accept()[0].close()  # the one connection there was
@@ -200,6 +202,7 @@ def test_an_arrival_ends_when_every_rank_is_done(ranks: Ranks) -> None:
             break
         arrival.wait(0.01)
     assert arrival.done
+    assert arrival.sources == [("cpu", CHUNK)] * 3
 
 
 def test_an_arrival_does_not_wait_for_a_rank_that_is_gone(ranks: Ranks) -> None:

@@ -47,6 +47,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.done = False
+        self.sources: list[tuple[str, int]] = []
         self.cancelled = False
 
     def wait(self, timeout_s: float | None = None) -> int:

@@ -21,7 +21,7 @@ from lmcache_core.connectors.vllm.groups import common_block_tokens
 from lmcache_core.connectors.vllm.guard import guarded, nothing
 from lmcache_core.connectors.vllm.lookups import LocalLookups, Lookups
 from lmcache_core.connectors.vllm.metadata import AddressMetadata, ReportMetadata, StepMetadata
-from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats, Tally
+from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats, Tally, hit_sources
 from lmcache_core.connectors.vllm.plan import Step
 from lmcache_core.connectors.vllm.rank import cache_here, close_rank, open_rank
 from lmcache_core.connectors.vllm.ranks import RankAddress, RankLookups
@@ -76,6 +76,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    @guarded(dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        if self._scheduler is None:
+            return hit_sources({}, {}, num_external_tokens)
+        by_tier = self._scheduler.hit_by_tier(request.request_id)
+        return hit_sources(by_tier, self._scheduler.mediums, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._scheduler is None:
@@ -135,6 +142,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 path=self._server.path,
                 nonce=self._server.nonce,
                 model_json=cache.model.to_json(),
+                mediums=cache.mediums,
                 has_far_tiers=cache.has_far_tiers,
             )
         )
@@ -208,6 +216,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             prefetch_deadline_s=self._settings.prefetch_deadline,
             prefetches=self._settings.prefetches,
             pin_ttl_s=config.pin_ttl,
+            on_hit=lambda by_tier: self._tally.add_of_tiers("hit_tokens", by_tier),
         )
 
     def _warn(self) -> None:

@@ -25,6 +25,8 @@ class GroupedCache:
         self.engines = tuple(engines)
         self.model = engines[0].model
         self.near = engines[0].memory_tiers
+        self.mediums = {tier.name: tier.medium for tier in engines[0].stats().tiers}
+        """Tier → medium, nearest first."""
         self.has_far_tiers = len(engines[0].config.tiers) > len(self.near)
         pairs = list(zip(self.groups, self.engines, strict=True))
         self._full = [engine for group, engine in pairs if group.window is None]

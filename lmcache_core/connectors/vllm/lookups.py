@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,13 @@ class Arrival(Protocol):
     @property
     def done(self) -> bool: ...
 
+    @property
+    def sources(self) -> Sequence[tuple[str, int]]:
+        """(tier, tokens) from the first token on: where the prefix was found, as far as it is in memory.
+
+        With several ranks, as the one says that ends last.
+        """
+
     def wait(self, timeout_s: float | None = None) -> int: ...
 
     def cancel(self) -> None: ...
@@ -35,6 +42,10 @@ class Lookups(Protocol):
 
     @property
     def model(self) -> ModelRecord: ...
+
+    @property
+    def mediums(self) -> Mapping[str, str]:
+        """Tier → medium, nearest first."""
 
     @property
     def has_far_tiers(self) -> bool:
@@ -64,6 +75,7 @@ class LocalLookups:
     def __init__(self, cache: GroupedCache) -> None:
         self._cache = cache
         self.model = cache.model
+        self.mediums = cache.mediums
         self.has_far_tiers = cache.has_far_tiers
 
     def hold(self, content: Content, limit: int) -> Held:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,6 +36,8 @@ class RankAddress:
     path: str
     nonce: bytes
     model_json: bytes
+    mediums: Mapping[str, str]
+    """Tier → medium, nearest first."""
     has_far_tiers: bool
 
 
@@ -51,6 +53,7 @@ class RankLookups:
         self, addresses: Sequence[RankAddress], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.model = ModelRecord.from_json(addresses[0].model_json)
+        self.mediums = addresses[0].mediums
         self.has_far_tiers = any(address.has_far_tiers for address in addresses)
         self._ranks = [_Rank(number, address, clock) for number, address in enumerate(addresses)]
         self._arrival_ids = itertools.count()
@@ -101,6 +104,7 @@ class RankArrival:
         self._lookups = lookups
         self._arrival_id = arrival_id
         self._waiting = [True] * num_ranks
+        self.sources: list[tuple[str, int]] = []
 
     @property
     def done(self) -> bool:
@@ -110,16 +114,20 @@ class RankArrival:
     def wait(self, timeout_s: float | None = None) -> int:
         """Waits at most that long, and not for ranks that are gone."""
         call = wire.Arrived(self._arrival_id, timeout_s or 0.0)
-        answers = self._lookups.ask([call if waits else None for waits in self._waiting], bool)
-        self._waiting = [
-            waits and answer is False for waits, answer in zip(self._waiting, answers, strict=True)
-        ]
+        self._waiting = [answer is not None and not answer.done for answer in self._ask(call)]
         return 0
 
     def cancel(self) -> None:
-        call = wire.Cancel(self._arrival_id)
-        self._lookups.ask([call if waits else None for waits in self._waiting], bool)
+        self._ask(wire.Cancel(self._arrival_id))
         self._waiting = [False] * len(self._waiting)
+
+    def _ask(self, call: wire.Call) -> list[wire.Progress | None]:
+        """Asks the ranks that aren't done; what the last of them says has come is what counts."""
+        answers = self._lookups.ask([call if waits else None for waits in self._waiting], wire.Progress)
+        for answer in answers:
+            if answer is not None:
+                self.sources = answer.sources
+        return answers
 
 
 class _Rank:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_core.connectors.vllm.contents import Contents
 from lmcache_core.connectors.vllm.groups import Group, common_block_tokens, requests_wait
+from lmcache_core.connectors.vllm.hits import split_by_tier
 from lmcache_core.connectors.vllm.lookups import Arrival, Held, Lookups
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
 from lmcache_core.identity import Content, NamedContent
@@ -30,6 +31,10 @@ class _Tracked:
     """When the wait for slower tiers ends, however much has arrived. None before the first question."""
     looked_far: bool = False
     """Slower tiers have given what they have, or had their time."""
+    sources: Sequence[tuple[str, int]] = ()
+    """(tier, tokens) of what they gave, first token first."""
+    hit: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of the last load that was promised, by the tier they came from."""
     held: Held | None = None
     asked_at: float = 0.0
     """When `held` was pinned."""
@@ -59,8 +64,10 @@ class SchedulerSide:
         prefetch_deadline_s: float,
         prefetches: int,
         pin_ttl_s: float,
+        on_hit: Callable[[Mapping[str, int]], None] = lambda by_tier: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_hit` is told how many tokens each tier gave, with every load that is promised."""
         self._lookups = lookups
         self._chunk_tokens = lookups.model.chunk_tokens
         self._block_tokens = block_tokens = common_block_tokens(groups)
@@ -72,7 +79,9 @@ class SchedulerSide:
         self._prefetch_deadline_s = prefetch_deadline_s
         self._prefetches = prefetches
         self._repin_after_s = pin_ttl_s / 2
+        self._on_hit = on_hit
         self._clock = clock
+        self.mediums = lookups.mediums
         self.contents = Contents(lookups.model)
         self._tracked: dict[str, _Tracked] = {}
         self._arrivals: list[Arrival] = []  # that may still run, at most `prefetches`
@@ -126,12 +135,15 @@ class SchedulerSide:
             return
         assert tracked.held is not None
         assert tracked.offer is not None
+        first, end = tracked.num_local, tracked.num_local + num_tokens
+        tracked.hit = split_by_tier(first, end, tracked.sources, self.mediums)
+        self._on_hit(tracked.hit)
         self._pending.append(
             Load(
                 request_id=request.request_id,
                 content=tracked.offer,
-                first=tracked.num_local,
-                end=tracked.num_local + num_tokens,
+                first=first,
+                end=end,
                 block_ids=block_ids,
                 lookup_ids=tracked.held.lookup_ids,
             )
@@ -139,6 +151,11 @@ class SchedulerSide:
         tracked.saved = max(tracked.saved, tracked.offer.num_tokens)
         tracked.held = None  # the workers end these pins
         self._let_go(tracked)
+
+    def hit_by_tier(self, request_id: str) -> Mapping[str, int]:
+        """Tokens of the request's last load that was promised, by the tier they came from."""
+        tracked = self._tracked.get(request_id)
+        return {} if tracked is None else tracked.hit
 
     def step(self) -> Step:
         """The plan for the step that vLLM has just scheduled, with what was promised since the last."""
@@ -235,13 +252,13 @@ class SchedulerSide:
     def _end_arrival(self, tracked: _Tracked) -> None:
         if tracked.arrival is not None:
             tracked.arrival.cancel()
-            tracked.arrival = None
+            tracked.sources, tracked.arrival = tracked.arrival.sources, None
 
     def _let_go(self, tracked: _Tracked) -> None:
         """Ends what the request waits for and holds; the next question starts anew."""
         self._end_arrival(tracked)
         self._release(tracked)
-        tracked.gives_up_at, tracked.looked_far = None, False
+        tracked.gives_up_at, tracked.looked_far, tracked.sources = None, False, ()
 
     def _release(self, tracked: _Tracked) -> None:
         if tracked.held is not None:

@@ -112,17 +112,18 @@ class LookupServer:
                 return True
             case wire.Arrived(arrival_id, wait_s):
                 arrival = arrivals.get(arrival_id)
-                if arrival is not None:
-                    arrival.wait(min(wait_s, MAX_WAIT_S))
-                    if not arrival.done:
-                        return False
+                if arrival is None:
+                    return wire.Progress(True, [])
+                arrival.wait(min(wait_s, MAX_WAIT_S))
+                if done := arrival.done:
                     del arrivals[arrival_id]
-                return True
+                return wire.Progress(done, arrival.sources)
             case wire.Cancel(arrival_id):
                 arrival = arrivals.pop(arrival_id, None)
-                if arrival is not None:
-                    arrival.cancel()
-                return True
+                if arrival is None:
+                    return wire.Progress(True, [])
+                arrival.cancel()
+                return wire.Progress(True, arrival.sources)
 
 
 def _sweep() -> None:

@@ -52,14 +52,21 @@ class BringNear(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Answered by whether the arrival has ended, after at most `wait_s`."""
+    """Answered by the arrival's `Progress`, after at most `wait_s`."""
 
     arrival_id: int
     wait_s: float
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """Whether an arrival has ended, and (tier, tokens) of what it has brought."""
+
+    done: bool
+    sources: list[tuple[str, int]]
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End the arrival. Answered by True."""
+    """End the arrival. Answered by its `Progress`."""
 
     arrival_id: int
 
