@@ -5,7 +5,6 @@ So it also proves `lmcache-core new-plugin`: that what it makes is complete, and
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -16,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from depot_process import Server
 from fresh_environment import ROOT, FreshEnvironment
 from store_and_load import PROGRAM
 
+from lmcache_core_conformance.network import ServerProcess, free_ports
+
 PAGE = (ROOT / "docs" / "how-to" / "publish-a-backend.md").read_text(encoding="utf-8")
-SUPPORT = ROOT / "tests" / "support"
+DEPOT_SERVER = ROOT / "tests" / "support" / "depot_server.py"
 BY_OTHER_MEANS = {"cd", "pip", "python -m build", "twine"}
 """How commands begin that are not run as such: wheels are installed, and nothing is uploaded."""
 
@@ -178,51 +178,49 @@ def asynchronous(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
+def port() -> Iterator[int]:
+    """That of a server."""
+    [port] = free_ports(1)
+    server = ServerProcess([sys.executable, DEPOT_SERVER, str(port)], ready="serving")
     server.start()
-    yield server
+    yield port
     server.kill()
 
 
-def path_of(asynchronous: Path) -> str:
-    return os.pathsep.join([str(asynchronous / "src"), str(SUPPORT)])
-
-
-def test_the_asynchronous_backend_passes_everything_once_every_hook_is_there(
+def test_the_asynchronous_backend_passes_everything_with_the_pages_harness(
     environment: FreshEnvironment, asynchronous: Path
 ) -> None:
-    harness = f"{SUPPORT / 'depot_harness.py'}:DepotHarness"
     output = environment.run(
-        *["lmcache-core", "conformance", "run", "--backend", "depot", "--harness", harness, "--strict"],
+        *[*command("lmcache-core conformance run"), "--strict"],
         cwd=asynchronous,
-        PYTHONPATH=path_of(asynchronous),
+        PYTHONPATH=str(asynchronous / "src"),
         PYTHONWARNINGS="error",
+        DEPOT_SERVER=str(DEPOT_SERVER),
     )
     assert verdicts_in(output.splitlines()[-1]) == {"passed", "not applicable"}
 
 
-def test_the_pages_own_harness_is_enough_to_begin_with(
-    environment: FreshEnvironment, asynchronous: Path, server: Server
-) -> None:
+def test_the_pages_harness_is_a_test_module(environment: FreshEnvironment, asynchronous: Path) -> None:
     output = environment.run(
-        *["pytest", "-q", "-p", "no:cacheprovider", "-k", "reading or absent or stored"],
+        *["pytest", "-q", "-p", "no:cacheprovider", "-k", "reading or absent or stored or killed"],
         cwd=asynchronous,
-        PYTHONPATH=path_of(asynchronous),
-        DEPOT_PORT=str(server.port),
+        PYTHONPATH=str(asynchronous / "src"),
+        DEPOT_SERVER=str(DEPOT_SERVER),
     )
     assert " passed" in output.splitlines()[-1]
     assert "failed" not in output.splitlines()[-1]
 
 
 def test_what_one_engine_stores_through_the_asynchronous_backend_another_loads(
-    environment: FreshEnvironment, asynchronous: Path, server: Server, tmp_path: Path
+    environment: FreshEnvironment, asynchronous: Path, port: int, tmp_path: Path
 ) -> None:
-    options = f"{{host: 127.0.0.1, port: {server.port}, space: fleet}}"
+    options = f"{{host: 127.0.0.1, port: {port}, space: fleet}}"
     tier = f"{{name: depot, backend: depot, capacity: 64MiB, options: {options}}}"
     (tmp_path / "cache.yaml").write_text(f"tiers:\n  - {tier}\n")
     for action, printed in (("store", "992 True\n"), ("load", "{'depot': 992}\n")):
         output = environment.run(
-            *["python", "-W", "error", "-c", PROGRAM, action], cwd=tmp_path, PYTHONPATH=path_of(asynchronous)
+            *["python", "-W", "error", "-c", PROGRAM, action],
+            cwd=tmp_path,
+            PYTHONPATH=str(asynchronous / "src"),
         )
         assert output == printed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -59,9 +59,17 @@ class TakesItsTime(MemoryBackend):
 
     call_s = 0.05
 
+    def __init__(self, config: MemoryConfig) -> None:
+        super().__init__(config)
+        self.closed = threading.Event()
+
     def each(self, things: Sequence[T], call: Call, one: Callable[[T], Outcome]) -> None:
-        time.sleep(min(self.call_s, max(call.remaining(), 0)))
+        self.closed.wait(min(self.call_s, call.remaining()))
         super().each(things, call, one)
+
+    def close(self) -> None:
+        self.closed.set()
+        super().close()
 
 
 class TakesRoomInLargeSteps(MemoryBackend):
