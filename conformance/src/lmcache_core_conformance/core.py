@@ -68,6 +68,8 @@ class FrameJob(Job):
         self._keys = keys
         self._frames = frames
         self._keep_memory = keep_memory
+        self.left_s = 0.0
+        """What was left of its time when the backend was about to be called; 0 until then."""
         self._changed = threading.Condition()  # guards what follows, the outcomes and the landings
         self.is_finished = False
         self._began = time.monotonic()
@@ -82,6 +84,7 @@ class FrameJob(Job):
             self.leases.append(lease)
             lease.memory[:] = self._frames[index] if self._frames else bytes([_MARK]) * lease.nbytes
             items.append(Item(key, (View(lease.address, lease.nbytes, lease.memory),)))
+        self.left_s = self.deadline - time.monotonic()
         return items
 
     def settled(self, index: int, outcome: Outcome, header: FrameHeader | None) -> None:

@@ -78,9 +78,12 @@ def certify(index: int) -> Report:
     return run(SmallHarness(CORRECT[index]))
 
 
-def judge(index: int) -> Judgement:
-    """A broken backend's own property with full effort, the others with as little as shows neighbours."""
-    broken = CATALOGUE[index]
+def judge(name: str) -> Judgement:
+    """A broken backend's own property with full effort, the others with as little as shows neighbours.
+
+    By name: another process may have imported the modules, and so filled the catalogue, in another order.
+    """
+    [broken] = [entry for entry in CATALOGUE if entry.backend.__name__ == name]
     harness = SmallHarness(broken.backend)
     harness.interruptions = 60
     harness.enforce_performance = True
