@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 ANSWER = "@@answer "
@@ -20,10 +21,13 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    import lmcache_core.connectors.vllm.memory as memory_module
     import lmcache_core.engine.engine as engine_module
 
     controls = Controls()
     engine_module.discover = lambda: faulty(controls)  # a backend `faulty` beside those installed
+    if os.environ.get("BLOCKS_AS_ON_A_GPU"):
+        memory_module.OpaqueBlocks = partial(memory_module.DeviceBlocks, block_tokens=16)
     llm = LLM(**options)
 
     def generate(requests: list[dict[str, Any]]) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmcache_core.connectors.vllm.groups import NULL_BLOCK
-from lmcache_core.kernels import OpaqueBlocks
+from lmcache_core.connectors.vllm.memory import Blocks
 
 
 class RequestBlocks:
@@ -20,7 +20,7 @@ class RequestBlocks:
 
     def __init__(
         self,
-        blocks: OpaqueBlocks,
+        blocks: Blocks,
         block_tokens: int,
         block_ids: Sequence[int],
         *,

