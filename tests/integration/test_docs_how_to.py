@@ -85,6 +85,19 @@ def test_the_pages_backend_passes_the_conformance_suite(run: Callable[..., str])
     assert " failed" not in verdicts
 
 
+BEHIND = ["deadline", "faults", "corruption", "retention"]
+
+
+def test_the_pages_harness_leaves_nothing_unproven_behind_the_backend(run: Callable[..., str]) -> None:
+    groups = [argument for group in BEHIND for argument in ("--group", group)]
+    harness = "tests/test_conformance.py:SqliteHarness"
+    arguments = ["conformance", "run", "--backend", "sqlite", "--harness", harness, "--strict"]
+    lines = run(COMMAND, *arguments, *groups).splitlines()
+    (verdicts,) = [line for line in lines if line.startswith("sqlite: ")]
+    assert " unproven" not in verdicts
+    assert " failed" not in verdicts
+
+
 def test_the_pages_own_test_module_passes(run: Callable[..., str]) -> None:
     arguments = ["-q", "-p", "no:cacheprovider", "-k", "reading or absent", "tests/test_conformance.py"]
     code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
