@@ -12,7 +12,7 @@ import pytest
 from lmcache_core.connectors.vllm.grouped import GroupedCache
 from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.connectors.vllm.hits import split_by_tier
-from lmcache_core.connectors.vllm.lookups import LocalLookups
+from lmcache_core.connectors.vllm.lookups import Held, LocalLookups
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.engine import CacheEngine
 from lmcache_core.identity import ModelRecord, Part
@@ -77,7 +77,7 @@ def ask(engine: CacheEngine) -> Iterator[Callable[[str, int], Mapping[str, int]]
         assert sum(side.hit_by_tier(name).values()) == offer
         assert told.pop() == side.hit_by_tier(name)
         for load in side.step().loads:
-            lookups.release(SimpleNamespace(lookup_ids=load.lookup_ids))
+            lookups.release(Held(0, load.lookup_ids))
         return side.hit_by_tier(name)
 
     yield ask

@@ -19,10 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_core.connectors.vllm.groups import common_block_tokens
 from lmcache_core.connectors.vllm.guard import guarded, nothing
+from lmcache_core.connectors.vllm.kv_events import RankNews
 from lmcache_core.connectors.vllm.lookups import LocalLookups, Lookups
 from lmcache_core.connectors.vllm.metadata import AddressMetadata, ReportMetadata, StepMetadata
 from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats, Tally, hit_sources
 from lmcache_core.connectors.vllm.plan import Step
+from lmcache_core.connectors.vllm.publishing import NewsBatch, Publisher, wanted
 from lmcache_core.connectors.vllm.rank import cache_here, close_rank, open_rank
 from lmcache_core.connectors.vllm.ranks import RankAddress, RankLookups
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
@@ -53,6 +55,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker: WorkerSide | None = None
         self._server: LookupServer | None = None
         self._tally = Tally()
+        self._news: RankNews | None = None
+        self._publisher: Publisher | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._warn()
@@ -96,6 +100,12 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         metadata = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(metadata, ReportMetadata):
             self._scheduler.reported(metadata.report)
+        if self._publisher is not None:
+            self._publisher.heard(connector_output.kv_cache_events)
+
+    @guarded(list)
+    def take_events(self) -> list[Any]:
+        return [] if self._publisher is None else self._publisher.take()
 
     @guarded(lambda: (False, None))
     def request_finished_all_groups(
@@ -109,6 +119,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
             self._scheduler.forget(os.urandom(16))
+        if self._publisher is not None:
+            self._publisher.blocks.forget()
         return True
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], AddressMetadata]) -> None:
@@ -128,6 +140,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             rank=rank.number,
             on_lost=lambda num_tokens: self._tally.add(lost_tokens=num_tokens),
         )
+
+        if wanted(self._vllm_config):
+            self._news = RankNews(rank.number, rank.cache.full_parts)
+            rank.cache.engines[0].subscribe(self._news, *RankNews.KINDS)
 
     def get_handshake_metadata(self) -> AddressMetadata | None:
         """Where the scheduler reaches this rank's lookups, unless it shares the process."""
@@ -174,6 +190,11 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return None if report is None else ReportMetadata(report)
 
     @guarded(nothing)
+    def get_kv_connector_kv_cache_events(self) -> NewsBatch | None:
+        news = [] if self._news is None else self._news.take()
+        return NewsBatch(news) if news else None
+
+    @guarded(nothing)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         return self._tally.take()
 
@@ -206,6 +227,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._scheduler.plan_saves(step, scheduler_output)
 
     def _make_scheduler(self, lookups: Lookups) -> SchedulerSide:
+        if wanted(self._vllm_config) and any(group.window is None for group in self._groups):
+            self._publisher = Publisher(
+                self._vllm_config, self._kv_cache_config, self._groups, lookups.mediums
+            )
         config = cache_config(self._settings, common_block_tokens(self._groups))
         return SchedulerSide(
             lookups,
@@ -216,6 +241,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             prefetch_deadline_s=self._settings.prefetch_deadline,
             prefetches=self._settings.prefetches,
             pin_ttl_s=config.pin_ttl,
+            on_growth=None if self._publisher is None else self._publisher.blocks.grown,
             on_hit=lambda by_tier: self._tally.add_of_tiers("hit_tokens", by_tier),
         )
 

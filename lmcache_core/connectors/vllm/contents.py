@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,14 +14,18 @@ from lmcache_core.identity import Content, Extra, ModelRecord, encode, weights_f
 
 log = logging.getLogger(__name__)
 
+OnGrowth: TypeAlias = Callable[[Any, Content, int], None]
+"""Is told a request, its content, and the first of the tokens that this has just learnt."""
+
 _State: TypeAlias = tuple[tuple[str, int, int, int, int], ...]
 
 
 class Contents:
     """Makes the contents of one engine's requests. For one thread."""
 
-    def __init__(self, model: ModelRecord) -> None:
+    def __init__(self, model: ModelRecord, on_growth: OnGrowth | None = None) -> None:
         self._model = model
+        self._on_growth = on_growth
         self._epoch = b""
         self._adapters: dict[tuple[str, int, str], tuple[_State, bytes | None]] = {}
         self._said: set[str] = set()
@@ -59,6 +64,8 @@ class Contents:
                 if start <= feature.mm_position.offset < num_tokens
             ]
             content.extend(list(request.all_token_ids[start:num_tokens]), extras)
+            if self._on_growth is not None:
+                self._on_growth(request, content, start)
 
     def _reason(self, request: Any) -> str:
         if getattr(request, "prompt_embeds", None) is not None or request.prompt_token_ids is None:

@@ -32,6 +32,11 @@ class GroupedCache:
         self._full = [engine for group, engine in pairs if group.window is None]
         self._windows = [(group, engine) for group, engine in pairs if group.window is not None]
 
+    @property
+    def full_parts(self) -> list[str]:
+        """Digests of the parts that hold every token's KV."""
+        return [engine.part.digest for engine in self._full]
+
     def hold(self, content: Content, limit: int) -> tuple[int, list[str]]:
         """Pins the longest prefix in memory, at most `limit` tokens: (tokens, the pins' lookup ids)."""
         return self._find(content, limit, self.near, pin=True)

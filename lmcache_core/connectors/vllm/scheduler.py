@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_core.connectors.vllm.contents import Contents
+from lmcache_core.connectors.vllm.contents import Contents, OnGrowth
 from lmcache_core.connectors.vllm.groups import Group, common_block_tokens, requests_wait
 from lmcache_core.connectors.vllm.hits import split_by_tier
 from lmcache_core.connectors.vllm.lookups import Arrival, Held, Lookups
@@ -65,9 +65,13 @@ class SchedulerSide:
         prefetches: int,
         pin_ttl_s: float,
         on_hit: Callable[[Mapping[str, int]], None] = lambda by_tier: None,
+        on_growth: OnGrowth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_hit` is told how many tokens each tier gave, with every load that is promised."""
+        """`on_hit` is told how many tokens each tier gave, with every load that is promised.
+
+        `on_growth` hears of what requests' contents learn.
+        """
         self._lookups = lookups
         self._chunk_tokens = lookups.model.chunk_tokens
         self._block_tokens = block_tokens = common_block_tokens(groups)
@@ -82,7 +86,7 @@ class SchedulerSide:
         self._on_hit = on_hit
         self._clock = clock
         self.mediums = lookups.mediums
-        self.contents = Contents(lookups.model)
+        self.contents = Contents(lookups.model, on_growth)
         self._tracked: dict[str, _Tracked] = {}
         self._arrivals: list[Arrival] = []  # that may still run, at most `prefetches`
         self._pending: list[Load] = []  # promised since the last step was planned
