@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,11 +43,16 @@ class Request:
     tokens: Sequence[int]
     salt: str = ""
     max_tokens: int = 12
+    n: int = 1
+    """Samples, each of them greedy."""
+    adapter: tuple[str, int, str] | None = None
+    """Name, number and folder of a LoRA adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     tokens: list[int]
+    """Of all samples, one after the other."""
     cached: int
     """Prompt tokens that vLLM didn't compute."""
     reason: str
@@ -65,8 +70,10 @@ class Engine:
         environment: Mapping[str, str] | None = None,
         transfer: Mapping[str, object] | None = None,
         settings: Mapping[str, object] | None = None,
+        within: Sequence[str] = (),
         **options: object,
     ) -> None:
+        """`within` is the start of a command that runs what follows it."""
         arguments: dict[str, object] = {"model": str(model), **OPTIONS, **options}
         if cache is not None:
             arguments["kv_transfer_config"] = {
@@ -79,7 +86,7 @@ class Engine:
         self.log = log
         with log.open("a") as out:
             self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), json.dumps(arguments)],
+                [*within, sys.executable, str(WORKER), json.dumps(arguments)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
@@ -95,11 +102,14 @@ class Engine:
 
     def generate(self, *requests: Request) -> list[Answer]:
         """Answers to requests that are given at once."""
-        asked = [
-            {"tokens": list(request.tokens), "salt": request.salt, "max_tokens": request.max_tokens}
-            for request in requests
+        return [
+            Answer(**answer) for answer in self.ask("generate", [asdict(request) for request in requests])
         ]
-        return [Answer(**answer) for answer in self.ask("generate", asked)]
+
+    def halfway(self, requests: Sequence[Request], num_steps: int, act: str) -> dict[str, Any]:
+        """Gives them at once, and does `act` after so many steps: `vllm_halfway`."""
+        answer: dict[str, Any] = self.ask("halfway", [asdict(each) for each in requests], num_steps, act)
+        return answer
 
     def ask(self, verb: str, *arguments: object) -> Any:
         assert self._process.stdin is not None
@@ -109,7 +119,8 @@ class Engine:
 
     def close(self) -> None:
         """Ends the process as a user would, and waits for it. Idempotent."""
-        if self._process.poll() is None:
+        assert self._process.stdout is not None
+        if not self._process.stdout.closed:
             self._process.communicate(timeout=START_S)
         assert self._process.returncode == 0, self.log.read_text()[-4000:]
 
@@ -137,6 +148,22 @@ class Engine:
                 if not line:
                     break
         raise AssertionError(f"vLLM gave no answer; its log ends:\n{self.log.read_text()[-6000:]}")
+
+
+def idle(engine: Engine) -> bool:
+    """Whether nothing is held for any request, once what was given up has come to its end."""
+    until = time.monotonic() + ANSWER_S
+    while time.monotonic() < until:
+        seen = engine.ask("stats")
+        if (seen["leases"], seen["pins"], seen["tracked"]) == (0, 0, 0):
+            return True
+    return False
+
+
+def file_system(folder: Path, nbytes: int) -> list[str]:
+    """A command that runs another one, which alone sees a file system with so much room at `folder`."""
+    mounted = 'mount -t tmpfs -o size="$1" tmpfs "$0" && shift && exec "$@"'
+    return ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, str(folder), str(nbytes)]
 
 
 def tokens(num_tokens: int, seed: int = 0) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import random
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,9 @@ def main() -> None:
     os.dup2(2, 1)  # whatever vLLM prints goes to the log
     from faulty_backends import Controls, faulty
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm_halfway import free_bytes, lose_files, run_halfway
 
     import lmcache_core.connectors.vllm.memory as memory_module
     import lmcache_core.engine.engine as engine_module
@@ -30,28 +33,41 @@ def main() -> None:
         memory_module.OpaqueBlocks = partial(memory_module.DeviceBlocks, block_tokens=16)
     llm = LLM(**options)
 
+    def arguments_of(request: dict[str, Any]) -> dict[str, Any]:
+        prompt = {"prompt_token_ids": request["tokens"]}
+        if request["salt"]:
+            prompt["cache_salt"] = request["salt"]
+        params = SamplingParams(
+            n=request["n"],
+            temperature=0 if request["n"] == 1 else 1,
+            top_k=1,  # as good as greedy, and takes several samples
+            max_tokens=request["max_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+        )
+        adapter = request["adapter"]
+        return {
+            "prompt": prompt,
+            "params": params,
+            "lora_request": LoRARequest(*adapter) if adapter else None,
+        }
+
     def generate(requests: list[dict[str, Any]]) -> object:
-        prompts: list[Any] = []
-        sampling = []
-        for request in requests:
-            prompt = {"prompt_token_ids": request["tokens"]}
-            if request["salt"]:
-                prompt["cache_salt"] = request["salt"]
-            prompts.append(prompt)
-            sampling.append(
-                SamplingParams(
-                    temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False
-                )
-            )
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        asked = [arguments_of(request) for request in requests]
+        prompts, params, adapters = ([each[name] for each in asked] for name in asked[0])
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
         return [
             {
-                "tokens": list(output.outputs[0].token_ids),
+                "tokens": [token for sample in output.outputs for token in sample.token_ids],
                 "cached": output.num_cached_tokens,
                 "reason": output.outputs[0].finish_reason,
             }
             for output in outputs
         ]
+
+    def halfway(requests: list[dict[str, Any]], num_steps: int, act: str) -> object:
+        asked = [arguments_of(request) for request in requests]
+        return run_halfway(llm.llm_engine, asked, num_steps, act)
 
     def stats() -> object:
         engine = rank_cache().engines[0]
@@ -69,7 +85,9 @@ def main() -> None:
     def metrics() -> object:
         """vLLM's own metrics, as its server would show them."""
         named = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-        return {name: value for name, value in named.items() if "lmcache" in name or "external" in name}
+        return {
+            name: value for name, value in named.items() if re.search("lmcache|external|spec_decode", name)
+        }
 
     def clear(tier: str) -> object:
         return [engine.clear(search_range=[tier]) for engine in rank_cache().engines]
@@ -81,16 +99,28 @@ def main() -> None:
         """Forgets what vLLM itself holds of finished requests."""
         return llm.reset_prefix_cache()
 
-    def fail_gets(one_in: int) -> None:
-        """From now on one get in so many fails; none, with 0."""
-        turn = itertools.count(1)
-        controls.fail = lambda op, key: op == "get" and one_in > 0 and next(turn) % one_in == 0
+    failed = []
 
-    def hang_gets(on: bool) -> None:
+    def fail_gets(one_in: int) -> None:
+        """From now on one get in so many fails, at random; none, with 0."""
+        drawn = random.Random(one_in)
+
+        def fails(op: str, key: str) -> bool:
+            if op != "get" or not one_in or drawn.randrange(one_in):
+                return False
+            failed.append(key)
+            return True
+
+        controls.fail = fails
+
+    def failed_gets() -> int:
+        return len(failed)
+
+    def hang(op: str, on: bool) -> None:
         if on:
-            controls.hang("get")
+            controls.hang(op)
         else:
-            controls.let_go("get")
+            controls.let_go(op)
 
     lost = []
 
@@ -125,8 +155,8 @@ def main() -> None:
     verbs: dict[str, Callable[..., object]] = {
         each.__name__: each
         for each in (
-            *(generate, stats, metrics, clear, reset, reset_vllm, preemptions),
-            *(fail_gets, hang_gets, lose_promises, lost_promises),
+            *(generate, halfway, stats, metrics, clear, reset, reset_vllm, preemptions),
+            *(fail_gets, failed_gets, hang, lose_promises, lost_promises, lose_files, free_bytes),
         )
     }
     answers.write(ANSWER + json.dumps("ready") + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_session import Answer, Engine, Request, tokens
+from vllm_session import Answer, Engine, Request, idle, tokens
 
 SHARED = tokens(1024, seed=7)
 REQUESTS = [
@@ -55,11 +55,6 @@ def engine(model: Path, log: Path) -> Iterator[Engine]:
         yield engine
 
 
-def idle(engine: Engine) -> bool:
-    seen = engine.ask("stats")
-    return (seen["leases"], seen["pins"], seen["tracked"]) == (0, 0, 0)
-
-
 def test_preempted_requests_answer_as_others(engine: Engine, expected: list[list[int]]) -> None:
     for _ in range(2):
         assert said(engine.generate(*REQUESTS)) == expected
@@ -67,11 +62,12 @@ def test_preempted_requests_answer_as_others(engine: Engine, expected: list[list
     assert idle(engine)
 
 
-def test_a_tier_that_fails_one_get_in_five(engine: Engine, expected: list[list[int]]) -> None:
+def test_a_tier_that_fails_one_get_in_five_at_random(engine: Engine, expected: list[list[int]]) -> None:
     engine.ask("fail_gets", 5)
     for _ in range(2):
         engine.ask("clear", "cpu")
         assert said(engine.generate(*REQUESTS)) == expected
+    assert engine.ask("failed_gets") > 0
     engine.ask("fail_gets", 0)
     assert idle(engine)
 
@@ -105,29 +101,66 @@ def test_what_was_computed_on_a_lost_promise_is_not_kept(engine: Engine, plain: 
 
 def test_a_tier_that_hangs_costs_no_more_than_its_deadline(engine: Engine, expected: list[list[int]]) -> None:
     engine.ask("clear", "cpu")
-    engine.ask("hang_gets", True)
+    engine.ask("hang", "get", True)
     assert said(engine.generate(*REQUESTS)) == expected
-    engine.ask("hang_gets", False)
+    engine.ask("hang", "get", False)
     assert said(engine.generate(*REQUESTS)) == expected
     assert idle(engine)
 
 
-def test_many_requests_leave_nothing_behind(model: Path, log: Path, tmp_path: Path) -> None:
-    disk = {"name": "disk", "backend": "disk", "capacity": "48MiB", "options": {"path": str(tmp_path)}}
-    cache = {
-        "memory": {"staging": "32MiB"},
-        "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "32MiB"}, disk],
-    }
-    resident = []
-    little = {"kv_cache_memory_bytes": 26 * BLOCK_NBYTES, "max_model_len": 2048}  # all touched at once
-    with Engine(model, log, cache, **little) as engine:
-        for batch in range(6):
-            engine.generate(
-                *(
-                    Request([*SHARED[: 256 * (i % 3)], *tokens(20 + i, seed=1000 * batch + i)], max_tokens=2)
-                    for i in range(200)
-                )
-            )
-            assert idle(engine)
-            resident.append(engine.ask("stats")["resident_bytes"] >> 20)
-    assert resident[-1] - resident[2] < 16, f"MiB after each batch of 200 requests: {resident}"
+def test_a_tier_that_takes_nothing_in_time(engine: Engine, expected: list[list[int]]) -> None:
+    engine.ask("reset")  # so that everything is stored again
+    engine.ask("hang", "put", True)
+    assert said(engine.generate(*REQUESTS)) == expected
+    engine.ask("hang", "put", False)
+    assert said(engine.generate(*REQUESTS)) == expected
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("hanging", [False, True])
+def test_aborted_requests_hold_nothing(engine: Engine, expected: list[list[int]], hanging: bool) -> None:
+    """Before their first step, while KV is fetched for them, during prefill, and while they decode."""
+    assert said(engine.generate(*REQUESTS)) == expected
+    for num_steps in (0, 1, 2, 3, 5, 8, 13, 21):
+        engine.ask("clear", "cpu")
+        if hanging:
+            engine.ask("hang", "get", True)
+        left = engine.halfway(REQUESTS, num_steps, "abort")
+        assert left["running"] == len(REQUESTS)
+        if hanging:
+            engine.ask("hang", "get", False)
+        assert idle(engine)
+    assert said(engine.generate(*REQUESTS)) == expected
+
+
+def test_what_runs_during_a_reset_is_not_kept(engine: Engine, expected: list[list[int]]) -> None:
+    assert said(engine.generate(*REQUESTS)) == expected
+    for num_steps in (1, 4, 30):
+        engine.ask("reset_vllm")
+        left = engine.halfway(REQUESTS[-1:], num_steps, "reset")
+        assert left == {"running": 1, "finished": expected[-1:]}
+        engine.ask("reset_vllm")
+        [anew] = engine.generate(REQUESTS[-1])
+        assert (anew.cached, anew.tokens) == (0, expected[-1])
+    assert idle(engine)
+
+
+def test_several_samples_of_a_prompt(engine: Engine, expected: list[list[int]]) -> None:
+    engine.ask("reset")
+    for _ in range(3):
+        [answer] = engine.generate(Request(REQUESTS[-1].tokens, max_tokens=40, n=3))
+        assert answer.tokens == 3 * expected[-1]
+    assert answer.cached == len(REQUESTS[-1].tokens) // 128 * 128
+    assert idle(engine)
+
+
+def test_a_request_for_one_token(engine: Engine, expected: list[list[int]]) -> None:
+    ones = [Request(request.tokens, max_tokens=1) for request in REQUESTS]
+    engine.ask("reset")
+    engine.ask("reset_vllm")
+    assert said(engine.generate(*ones)) == [answer[:1] for answer in expected]
+    engine.ask("reset_vllm")
+    again = engine.generate(*ones[-1:])
+    assert said(again) == [expected[-1][:1]]
+    assert again[0].cached == len(ones[-1].tokens) // 128 * 128
+    assert idle(engine)

@@ -198,9 +198,9 @@ def test_a_tier_that_fails_one_get_in_three(faulty: Engine, expected: list[list[
 
 def test_a_tier_that_hangs_costs_a_request_its_deadline(faulty: Engine, expected: list[list[int]]) -> None:
     assert said(ask(faulty)) == expected
-    faulty.ask("hang_gets", True)
+    faulty.ask("hang", "get", True)
     assert said(ask(faulty)) == expected
-    faulty.ask("hang_gets", False)
+    faulty.ask("hang", "get", False)
     assert said(ask(faulty)) == expected
     assert cached(ask(faulty)) == WHOLE
 

@@ -1,0 +1,66 @@
+"""What a test does to a running vLLM engine between two steps, or between a lookup and its load."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.engine import CacheEngine
+
+CALLS: Mapping[str, Callable[..., Any]] = {"prefetch": CacheEngine.prefetch, "retrieve": CacheEngine.retrieve}
+
+
+def run_halfway(engine: Any, requests: Sequence[Mapping[str, Any]], num_steps: int, act: str) -> object:
+    """Gives all requests at once, takes so many steps, does `act` (`abort`, `reset`), and runs to the end.
+
+    Tells how many were running then, and the tokens of those that were finished afterwards.
+    """
+    finished: list[list[int]] = []
+
+    def step() -> None:
+        finished.extend([*output.outputs[0].token_ids] for output in engine.step() if output.finished)
+
+    running = {engine.add_request(f"halfway-{number}", **request) for number, request in enumerate(requests)}
+    for _ in range(num_steps):
+        step()
+    num_running = len(running) - len(finished)
+    finished.clear()
+    if act == "abort":
+        engine.abort_request(sorted(running), internal=True)
+    else:
+        engine.reset_prefix_cache(reset_connector=True)
+    while engine.has_unfinished_requests():
+        step()
+    return {"running": num_running, "finished": finished}
+
+
+def lose_files(folder: str, at: str) -> int:
+    """From now on a disk tier's files are gone before each `prefetch` (what a lookup starts) or `retrieve`.
+
+    With an `at` that is neither, nothing is lost any more. Returns how many directories were lost so far.
+    """
+    for name, call in CALLS.items():
+        setattr(CacheEngine, name, _after_loss(folder, call) if name == at else call)
+    return len(_lost)
+
+
+_lost: list[Path] = []
+
+
+def _after_loss(folder: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def without_files(*arguments: Any, **options: Any) -> Any:
+        for directory in Path(folder).glob("shard-*/slots/*"):
+            shutil.rmtree(directory)
+            _lost.append(directory)
+        return call(*arguments, **options)
+
+    return without_files
+
+
+def free_bytes(folder: str) -> int:
+    """What its file system has left."""
+    return shutil.disk_usage(folder).free
