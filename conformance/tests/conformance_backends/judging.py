@@ -15,6 +15,7 @@ from conformance_backends import (  # noqa: F401 (they fill the catalogue)
     broken_overlap,
     broken_performance,
     broken_pieces,
+    broken_retention,
     broken_room,
     broken_sharing,
     broken_system_calls,

@@ -180,7 +180,7 @@ class Space:
                 del self.values[name]
                 return b"K", 0, token
             if verb == b"N":
-                self.pins[name] = time.monotonic() + offset / 1000
+                self.pins[name] = max(self.pins.get(name, 0.0), time.monotonic() + offset / 1000)
                 return b"K", len(value), token
             self.values.move_to_end(name)
             if verb == b"S":

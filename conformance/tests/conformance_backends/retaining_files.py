@@ -139,7 +139,7 @@ class EvictingFiles(PinningFiles):
     def pin_one(self, key: StorageKey, ttl_s: float) -> Outcome:
         with self.lock:
             if key in self.lengths:
-                self.pins[key] = time.monotonic() + ttl_s
+                self.pins[key] = max(self.pins.get(key, 0.0), time.monotonic() + ttl_s)
         return super().pin_one(key, ttl_s)
 
     def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
