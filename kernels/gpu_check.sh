@@ -23,7 +23,7 @@ for set in $isa; do
   IFS=: read -r name table flag <<< "$set"
   compile $flag -DLMCK_ISA="$name" -DLMCK_TABLE="$table" -c csrc/isa.cpp -o "$build/$name.o"
 done
-compile $x86 -shared csrc/host.cpp "$build"/*.o -o "$build/libhost.so" -lpthread
+compile $x86 -shared csrc/host.cpp csrc/payloads.cpp "$build"/*.o -o "$build/libhost.so" -lpthread
 echo "host and twin: $(PYTHONPATH=src python3 tests/matrix.py "$build/libhost.so" "$RANDOM" 20)"
 
 if ! nvidia-smi > /dev/null 2>&1; then

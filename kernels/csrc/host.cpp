@@ -17,8 +17,6 @@ namespace {
 constexpr int64_t kStreamNbytes = 1 << 20;
 constexpr int64_t kThreadNbytes = 4 << 20;
 
-constexpr int64_t kBufferNbytes = 80;  // sizeof(Py_buffer)
-
 #ifdef LMCK_X86
 constexpr const Instructions *kAll[] = {&kBaseline, &kAvx2, &kAvx512};
 #else
@@ -51,7 +49,7 @@ int32_t report(lmck_fault *fault, int32_t status, int64_t frame, int64_t place, 
 
 // Tokens whose slots follow each other inside a block.
 struct Run {
-  int64_t token, slot, count;
+  int64_t token, block, place, count;
 };
 
 // A slot as it is now. Engines use the memory of slots again: it is read once, and what was read is checked and used.
@@ -82,10 +80,11 @@ int32_t read_runs(const lmck_layout &layout, const lmck_frame *frames, int64_t n
         if (word & bit) return report(fault, LMCK_SLOT_TWICE, f, token, slot);
         word |= bit;
       }
-      if (slot == next && slot % shape.block_slots != 0) {
+      const int64_t block = slot / shape.block_slots, place = slot - block * shape.block_slots;
+      if (slot == next && place != 0) {
         ++found.back().count;
       } else {
-        found.push_back({token, slot, 1});
+        found.push_back({token, block, place, 1});
       }
       next = slot + 1;
     }
@@ -111,7 +110,8 @@ int32_t check_overlap(const lmck_layout &layout, const lmck_frame *frames, int64
       segments.push_back({first, first + static_cast<uint64_t>(nbytes), f, layer, 0});
     }
   }
-  std::sort(segments.begin(), segments.end(), [](const Extent &a, const Extent &b) { return a.first < b.first; });
+  const auto before = [](const Extent &a, const Extent &b) { return a.first < b.first; };
+  if (!std::is_sorted(segments.begin(), segments.end(), before)) std::sort(segments.begin(), segments.end(), before);
   uint64_t reach = 0;
   for (Extent &segment : segments) {
     if (gather && segment.first < reach) return report(fault, LMCK_OVERLAP, segment.frame, segment.layer, 0);
@@ -160,7 +160,7 @@ void move_layer(const Shape &shape, const std::vector<Run> &runs, const lmck_pla
   const int64_t content = shape.num_planes * shape.row_nbytes;
   for (const Run &run : runs) {
     for (int64_t p = 0; p < shape.num_planes; p += joined) {
-      const uint64_t paged = paged_row(planes[p], shape.block_slots, 0, run.slot);
+      const uint64_t paged = paged_row(planes[p], 0, run.block, run.place);
       const uint64_t packed = packed_row(shape, segment, 0, run.token, p);
       const Axis heads{shape.num_heads, shape.num_tokens * content, planes[p].head_stride};
       const Axis tokens{run.count, content, planes[p].slot_stride};
@@ -192,7 +192,7 @@ void convert_layer(const Shape &shape, const std::vector<Run> &runs, const lmck_
         for (int64_t kind = 0; kind < 2; ++kind) {
           const bool apart = shape.num_planes == 2;
           uint8_t *paged = reinterpret_cast<uint8_t *>(
-              paged_row(planes[apart ? kind : 0], shape.block_slots, head, run.slot + i));
+              paged_row(planes[apart ? kind : 0], head, run.block, run.place + i));
           if (!apart) paged += kind * dim * 2;
           uint8_t *scale_at = packed + 2 * dim + 4 * kind;
           if (gather) {
@@ -337,15 +337,4 @@ int32_t lmck_scatter_twin(const lmck_layout *layout, const lmck_frame *frame, in
 }
 
 uint64_t lmck_checksum(const void *memory, int64_t nbytes) { return lmck::instructions().checksum(memory, nbytes); }
-
-void lmck_take_buffers(int (*get_buffer)(void *, void *, int), void *const *objects, char *buffers, int64_t count,
-                       int32_t flags, int64_t *num_taken) {
-  for (*num_taken = 0; *num_taken < count; ++*num_taken) {
-    if (get_buffer(objects[*num_taken], buffers + *num_taken * lmck::kBufferNbytes, flags) != 0) return;
-  }
-}
-
-void lmck_release_buffers(void (*release)(void *), char *buffers, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) release(buffers + i * lmck::kBufferNbytes);
-}
 }

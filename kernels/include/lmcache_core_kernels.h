@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define LMCK_ABI 2
+#define LMCK_ABI 3
 #define LMCK_EXPORT __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -23,6 +23,9 @@ enum lmck_status {
   LMCK_BAD_SHAPE = 4, /* a count that is not positive, or more planes than two */
   LMCK_NO_MEMORY = 5,
   LMCK_CUDA = 6,      /* fault.value: the cudaError_t */
+  LMCK_NUM_LAYERS = 7, /* fault: frame, -, number of objects in its payload */
+  LMCK_BAD_SEGMENT = 8, /* fault: frame, layer, number of bytes found */
+  LMCK_RAISED = 9,    /* Python has the exception */
 };
 
 /* Where one layer keeps K, V, or both of every token: row [head][slot], row_nbytes without gaps, lies at
@@ -76,11 +79,23 @@ LMCK_EXPORT int32_t lmck_scatter(const lmck_layout *layout, const lmck_frame *fr
 LMCK_EXPORT int32_t lmck_gather_twin(const lmck_layout *layout, const lmck_frame *frame, int64_t *num_bad_slots);
 LMCK_EXPORT int32_t lmck_scatter_twin(const lmck_layout *layout, const lmck_frame *frame, int64_t *num_bad_slots);
 
-/* Takes the Python buffer of each object, by Python's own PyObject_GetBuffer, into an array of Py_buffer (80 bytes
- * each, stable ABI), and counts those taken; stops at the first that raises. Both are called with the GIL. */
-LMCK_EXPORT void lmck_take_buffers(int (*get_buffer)(void *, void *, int), void *const *objects, char *buffers,
-                                   int64_t count, int32_t flags, int64_t *num_taken);
-LMCK_EXPORT void lmck_release_buffers(void (*release)(void *), char *buffers, int64_t count);
+/* What the next function asks of Python, by address, so that the library is linked against none: PyObject_GetBuffer,
+ * PyBuffer_Release, PyTuple_Size, PyTuple_GetItem, PyEval_SaveThread, PyEval_RestoreThread. */
+typedef struct lmck_python {
+  int (*get_buffer)(void *object, void *buffer, int flags);
+  void (*release_buffer)(void *buffer);
+  intptr_t (*tuple_size)(void *tuple);
+  void *(*tuple_item)(void *tuple, intptr_t place);
+  void *(*save_thread)(void);
+  void (*restore_thread)(void *state);
+} lmck_python;
+
+/* lmck_gather or lmck_scatter with the memory of Python objects: `payloads` is a tuple, for each frame a tuple of an
+ * object for each layer, contiguous and, for a gather, writable. Sets each frame's `segments`, which mean nothing
+ * afterwards. Called with the GIL, which others have while bytes are moved; the memory is held until it returns. */
+LMCK_EXPORT int32_t lmck_move_payloads(const lmck_python *python, void *payloads, const lmck_layout *layout,
+                                       lmck_frame *frames, int64_t num_frames, int32_t num_threads, int32_t gather,
+                                       lmck_fault *fault);
 
 /* XXH3-64 of the little-endian XXH3-64s of 4 KiB pages; nbytes is a multiple of 4096. */
 LMCK_EXPORT uint64_t lmck_checksum(const void *memory, int64_t nbytes);

@@ -38,11 +38,10 @@ LMCK_BOTH int64_t slot_of(const Shape &shape, int64_t token) {
 
 LMCK_BOTH bool is_slot(const Shape &shape, int64_t slot) { return slot >= 0 && slot < shape.num_slots; }
 
-// Address of the row [head][slot] in the engine's memory.
-LMCK_BOTH uint64_t paged_row(const lmck_plane &plane, int64_t block_slots, int64_t head, int64_t slot) {
-  const int64_t block = slot / block_slots;
-  return plane.base + static_cast<uint64_t>(head * plane.head_stride + block * plane.block_stride +
-                                            (slot - block * block_slots) * plane.slot_stride);
+// Address of the row [head][block][place in the block] in the engine's memory.
+LMCK_BOTH uint64_t paged_row(const lmck_plane &plane, int64_t head, int64_t block, int64_t place) {
+  return plane.base +
+         static_cast<uint64_t>(head * plane.head_stride + block * plane.block_stride + place * plane.slot_stride);
 }
 
 // Address of the row [head][token][plane] in a segment.
@@ -57,8 +56,9 @@ LMCK_BOTH void move_word(const Shape &shape, const lmck_plane *planes, uint64_t 
                          int64_t token, int64_t slot, int64_t word) {
   const int64_t row_words = shape.row_nbytes / static_cast<int64_t>(sizeof(Word));
   const int64_t plane = word >= row_words ? 1 : 0;
-  const int64_t column = word - plane * row_words;
-  Word *paged = reinterpret_cast<Word *>(paged_row(planes[plane], shape.block_slots, head, slot)) + column;
+  const int64_t column = word - plane * row_words, block = slot / shape.block_slots;
+  const uint64_t row = paged_row(planes[plane], head, block, slot - block * shape.block_slots);
+  Word *paged = reinterpret_cast<Word *>(row) + column;
   Word *packed = reinterpret_cast<Word *>(packed_row(shape, segment, head, token, plane)) + column;
   if (kGather) {
     *packed = *paged;

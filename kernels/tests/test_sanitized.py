@@ -13,6 +13,7 @@ KERNELS = Path(__file__).parents[1]
 FLAGS = ["-std=c++17", "-O1", "-g", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 OBJECTS = {
     "host": ["csrc/host.cpp"],
+    "payloads": ["csrc/payloads.cpp"],
     "baseline": ["csrc/isa.cpp", "-DLMCK_ISA=baseline", "-DLMCK_TABLE=kBaseline"],
     "avx2": ["csrc/isa.cpp", "-DLMCK_ISA=avx2", "-DLMCK_TABLE=kAvx2", "-mavx2"],
     "avx512": ["csrc/isa.cpp", "-DLMCK_ISA=avx512", "-DLMCK_TABLE=kAvx512", "-mavx512f"],

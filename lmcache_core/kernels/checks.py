@@ -51,7 +51,7 @@ def check_index(slots: Tensor) -> None:
     if not isinstance(slots, torch.Tensor) or slots.layout != torch.strided:
         what = str(slots.layout) if isinstance(slots, torch.Tensor) else type(slots).__name__
         raise ValueError(f"slots must be a range or a dense tensor, not {what}")
-    if str(slots.dtype) not in ("torch.int32", "torch.int64") or slots.dim() != 1 or not slots.numel():
+    if slots.dtype not in (torch.int32, torch.int64) or slots.dim() != 1 or not slots.numel():
         raise ValueError(f"slots must be 1-D int32 or int64, not {slots.dtype} {list(slots.shape)}")
     if not slots.is_cpu:
         raise ValueError(f"slots are on {slots.device}; they are checked on the host, give them there")
@@ -98,6 +98,10 @@ def address_of(memory: memoryview) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
+def bad_num_layers(frame: int, found: int, num_layers: int) -> ValueError:
+    return ValueError(f"{found} payload segments for {num_layers} layers in frame {frame}")
+
+
 def check_layers(frame: int, payload: Sequence[memoryview], num_layers: int) -> None:
     if len(payload) != num_layers:
-        raise ValueError(f"{len(payload)} payload segments for {num_layers} layers in frame {frame}")
+        raise bad_num_layers(frame, len(payload), num_layers)

@@ -7,13 +7,13 @@ import logging
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from lmcache_core.kernels.checks import (
+    bad_num_layers,
     bad_segment,
     bad_slot,
     check_index,
-    check_layers,
     check_range,
     overlap,
     slot_twice,
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ABI = 2
+Index: TypeAlias = "range | array[int] | Tensor"
+"""Slots of a frame; an array is int64."""
+
+ABI = 3
 """Of the kernels package that this was written for: another one's structures are not these."""
 
 
@@ -61,10 +64,10 @@ def native_checksum(memory: memoryview) -> int | None:
     library = native_library()
     if library is None:
         return None
-    from lmcache_core_kernels.buffers import Buffers
+    from lmcache_core_kernels.buffer import Buffer
 
-    with Buffers([memory], writable=False) as buffers:
-        return int(library.lmck_checksum(buffers.addresses[0], buffers.nbytes[0]))
+    with Buffer(memory, writable=False) as buffer:
+        return int(library.lmck_checksum(buffer.address, buffer.nbytes))
 
 
 def planes_of(layout: PagedLayout) -> list[list[tuple[int, int, int, int]]]:
@@ -83,12 +86,11 @@ def planes_of(layout: PagedLayout) -> list[list[tuple[int, int, int, int]]]:
 class NativeCopy:
     """Rows `[layer][head][slot]` of memory given by address and strides, moved by the compiled kernels.
 
-    `planes` are as `planes_of` has them. The memory is the caller's to keep.
+    `planes` are as `planes_of` has them. The memory is the caller's to keep. Needs `native_library`.
     """
 
     def __init__(
         self,
-        library: ctypes.CDLL,
         planes: Sequence[Sequence[tuple[int, int, int, int]]],
         *,
         num_heads: int,
@@ -98,12 +100,11 @@ class NativeCopy:
         threads: int,
         narrow_dim: int = 0,
     ) -> None:
-        from lmcache_core_kernels import abi, buffers
+        from lmcache_core_kernels import abi
 
         flat = [abi.Plane(*plane) for layer in planes for plane in layer]
         self._abi = abi
-        self._buffers = buffers.Buffers
-        self._library = library
+        self._move_payloads = abi.payload_mover()
         self._table = (abi.Plane * len(flat))(*flat)
         self._layout = abi.Layout(
             ctypes.addressof(self._table),
@@ -121,96 +122,89 @@ class NativeCopy:
         self._num_layers = len(planes)
         self._num_slots = num_slots
 
-    def move(
-        self,
-        frames: Sequence[tuple[range | array[int] | Tensor, Sequence[memoryview]]],
-        *,
-        gathering: bool,
-    ) -> None:
-        """One call for all `frames`; slots in an array are int64.
+    def move(self, frames: Sequence[tuple[Index, Sequence[memoryview]]], *, gathering: bool) -> None:
+        """One call for all `frames`.
 
         Raises:
             ValueError: slots or payload don't fit; nothing was written.
         """
-        abi, num_layers = self._abi, self._num_layers
+        frames = tuple(frames)  # other threads may change the lists
         if not frames:
             return
-        frames = [(slots, tuple(payload)) for slots, payload in frames]  # other threads may change the lists
-        for frame, (_, payload) in enumerate(frames):
-            check_layers(frame, payload, num_layers)
-        views = frames[0][1] if len(frames) == 1 else [view for _, payload in frames for view in payload]
-        table = (abi.Frame * len(frames))()
+        payloads = tuple([tuple(payload) for _, payload in frames])
+        indices = [self._index(slots) for slots, _ in frames]
+        abi, write = self._abi, self._abi.FRAME.pack_into
+        table, fault = (abi.Frame * len(frames))(), abi.Fault()
+        for i, index in enumerate(indices):
+            if isinstance(index, range):
+                entry = (0, 0, 0, index.start, len(index))
+            elif isinstance(index, array):
+                at, num_tokens = index.buffer_info()
+                entry = (at, 0, index.itemsize, 0, num_tokens)
+            else:
+                entry = (index.data_ptr(), 0, index.element_size(), 0, index.numel())
+            write(table, i * abi.FRAME.size, *entry)
         try:
-            with self._buffers(views, writable=gathering) as buffers:
-                segments = array("Q", buffers.addresses)
-                address, _ = segments.buffer_info()
-                keep = []
-                for i, (slots, _) in enumerate(frames):
-                    entry, first = table[i], i * num_layers
-                    keep.append(self._put_slots(entry, slots))
-                    entry.segments = address + 8 * first
-                    nbytes = self._token_nbytes * entry.num_tokens
-                    found = buffers.nbytes[first : first + num_layers]
-                    if found.count(nbytes) != num_layers:
-                        layer = next(j for j in range(num_layers) if found[j] != nbytes)
-                        raise bad_segment(i, layer, nbytes, views[first + layer], written=gathering)
-                self._call(table, len(frames), gathering=gathering)
+            status = self._move_payloads(
+                payloads, self._layout, table, len(frames), self._threads, gathering, fault
+            )
         except BufferError as error:
-            raise self._unusable(frames, gathering=gathering) from error
+            raise self._unusable(indices, payloads, gathering=gathering) from error
+        if status != abi.OK:
+            raise self._refusal(status, fault, indices, payloads, gathering=gathering)
 
-    def _put_slots(self, entry: abi.Frame, slots: range | array[int] | Tensor) -> object:
-        """Returns what must outlive the call."""
+    def _index(self, slots: Index) -> Index:
+        """Slots that the kernels can read, and whose values they check; a tensor's may be a copy."""
         if isinstance(slots, range):
             check_range(slots, self._num_slots)
-            entry.first_slot, entry.num_tokens = slots.start, len(slots)
-            return slots
-        if isinstance(slots, array):
-            entry.num_tokens = len(slots)
-            entry.slots, entry.slot_nbytes = slots.buffer_info()[0], 8
-            return slots
-        check_index(slots)
-        if not slots.is_contiguous():
+        elif not isinstance(slots, array):
+            check_index(slots)
             slots = slots.contiguous()
-        entry.num_tokens = slots.numel()
-        entry.slots, entry.slot_nbytes = slots.data_ptr(), slots.element_size()
         return slots
 
-    def _call(self, table: ctypes.Array[abi.Frame], num_frames: int, *, gathering: bool) -> None:
-        abi, fault = self._abi, self._abi.Fault()
-        move = self._library.lmck_gather if gathering else self._library.lmck_scatter
-        status = move(self._layout, table, num_frames, self._threads, fault)
-        if status == abi.OK:
-            return
-        if status == abi.BAD_SLOT:
-            raise bad_slot(fault.frame, fault.place, fault.value, self._num_slots)
-        if status == abi.SLOT_TWICE:
-            raise slot_twice(fault.frame, fault.place, fault.value)
-        if status == abi.OVERLAP:
-            raise overlap(fault.frame, fault.place, engine=bool(fault.value))
-        if status == abi.NO_MEMORY:
-            raise MemoryError("no memory for the index of a gather or scatter")
-        raise AssertionError(f"the kernels refused a layout that was checked (status {status})")
-
-    def _unusable(
+    def _refusal(
         self,
-        frames: Sequence[tuple[range | array[int] | Tensor, Sequence[memoryview]]],
+        status: int,
+        fault: abi.Fault,
+        indices: Sequence[Index],
+        payloads: Sequence[Sequence[memoryview]],
         *,
         gathering: bool,
+    ) -> Exception:
+        abi, frame, place, value = self._abi, fault.frame, fault.place, fault.value
+        if status == abi.NUM_LAYERS:
+            return bad_num_layers(frame, value, self._num_layers)
+        if status == abi.BAD_SEGMENT:
+            nbytes = self._token_nbytes * len(indices[frame])
+            return bad_segment(frame, place, nbytes, payloads[frame][place], written=gathering)
+        if status == abi.BAD_SLOT:
+            return bad_slot(frame, place, value, self._num_slots)
+        if status == abi.SLOT_TWICE:
+            return slot_twice(frame, place, value)
+        if status == abi.OVERLAP:
+            return overlap(frame, place, engine=bool(value))
+        if status == abi.NO_MEMORY:
+            return MemoryError("no memory for the index of a gather or scatter")
+        return AssertionError(f"the kernels refused a layout that was checked (status {status})")
+
+    def _unusable(
+        self, indices: Sequence[Index], payloads: Sequence[Sequence[memoryview]], *, gathering: bool
     ) -> ValueError:
-        for i, (slots, payload) in enumerate(frames):
-            for layer, view in enumerate(memoryview(segment) for segment in payload):
+        for frame, payload in enumerate(payloads):
+            nbytes = self._token_nbytes * len(indices[frame])
+            for layer, segment in enumerate(payload):
+                view = memoryview(segment)
                 if not view.c_contiguous or (gathering and view.readonly):
-                    return bad_segment(i, layer, self._token_nbytes * len(slots), view, written=gathering)
+                    return bad_segment(frame, layer, nbytes, view, written=gathering)
         return ValueError("a payload segment gives no access to its memory")
 
 
 class CompiledMover:
     """What `PagedKV` runs on where the compiled kernels are installed."""
 
-    def __init__(self, library: ctypes.CDLL, layout: PagedLayout, threads: int) -> None:
+    def __init__(self, layout: PagedLayout, threads: int) -> None:
         self._layout = layout  # keeps the memory alive
         self._copy = NativeCopy(
-            library,
             planes_of(layout),
             num_heads=layout.num_heads,
             num_slots=layout.num_slots,

@@ -48,14 +48,12 @@ class OpaqueBlocks:
             for tensor, stride in zip(layers, self._strides, strict=True)
         ]
         check_planes([[rows] for rows in self._rows])
-        library = native_library()
         self._native: NativeCopy | None = None
-        if library is not None:  # to the kernels a block is a row: one head, one slot a block
+        if native_library() is not None:  # to the kernels a block is a row: one head, one slot a block
             planes = [
                 [(rows.base, 0, stride, 0)] for rows, stride in zip(self._rows, self._strides, strict=True)
             ]
             self._native = NativeCopy(
-                library,
                 planes,
                 num_heads=1,
                 num_slots=self.num_blocks,

@@ -57,13 +57,13 @@ class PagedKV:
         self._layout = layout
         if narrow:
             layout = replace(layout, content=replace(layout.content, narrow=True))
-        device, library = device_of(layout), native_library()
+        device = device_of(layout)
         self._staging = None if device is None else Staging(device, layout)
         self._mover: Mover
         if self._staging is not None:
             self._mover = StagedMover(self._staging, range(layout.num_layers))
-        elif library is not None:
-            self._mover = CompiledMover(library, layout, threads)
+        elif native_library() is not None:
+            self._mover = CompiledMover(layout, threads)
         else:
             self._mover = NarrowingMover(layout) if narrow else ReferenceMover(layout)
         self.num_layers = layout.num_layers

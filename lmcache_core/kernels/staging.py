@@ -138,7 +138,7 @@ class Staging:
     """
 
     def __init__(self, device: Device, layout: PagedLayout, *, staging_tokens: int = STAGING_TOKENS) -> None:
-        from lmcache_core_kernels import abi, buffers
+        from lmcache_core_kernels import abi, buffer
 
         planes = planes_of(layout)
         flat = [abi.Plane(*plane) for layer in planes for plane in layer]
@@ -146,7 +146,7 @@ class Staging:
         self.extents = layout.extents()
         self.device = device
         self._abi = abi
-        self._buffers = buffers.Buffers
+        self._buffer = buffer.Buffer
         self._table = (abi.Plane * len(flat))(*flat)
         self._num_planes = len(planes[0])
         self._staging_tokens = staging_tokens
@@ -185,13 +185,13 @@ class Staging:
         lane = self._lane(gathering)
         token_nbytes = self.layout.content.nbytes
         move = self._gather if gathering else self._scatter
-        with lane.lock, self._buffers([segment], writable=gathering) as buffers:
+        with lane.lock, self._buffer(segment, writable=gathering) as buffer:
             lane.check()
             try:
                 for first, count in _pieces(slots, self._staging_tokens):
                     piece = slots[first : first + count]
                     copied = lane.keep(piece, memoryview(segment))
-                    at = buffers.addresses[0] + first * token_nbytes
+                    at = buffer.address + first * token_nbytes
                     move(lane, layer, piece, at, len(slots) * token_nbytes, stream, copied)
             except BaseException as error:
                 lane.fail(error)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import lmcache_core_kernels
 
-ABI = 2
+ABI = 3
 """What this module was written for; a library of another number is refused."""
 
 
@@ -52,13 +53,29 @@ class Frame(ctypes.Structure):
     )
 
 
+FRAME = struct.Struct("PPqqq")
+"""The same, to be written into an array of them."""
+assert FRAME.size == ctypes.sizeof(Frame)
+
+
 class Fault(ctypes.Structure):
     """Where a check failed: frame, token or layer, and the value found."""
 
     _fields_ = (("frame", ctypes.c_int64), ("place", ctypes.c_int64), ("value", ctypes.c_int64))
 
 
-OK, BAD_SLOT, SLOT_TWICE, OVERLAP, BAD_SHAPE, NO_MEMORY, CUDA = range(7)
+(
+    OK,
+    BAD_SLOT,
+    SLOT_TWICE,
+    OVERLAP,
+    BAD_SHAPE,
+    NO_MEMORY,
+    CUDA,
+    NUM_LAYERS,
+    BAD_SEGMENT,
+    RAISED,
+) = range(10)
 
 _lock = threading.Lock()  # guards _loaded
 _loaded: dict[str, ctypes.CDLL] = {}
@@ -91,25 +108,32 @@ def _path(name: str) -> Path:
     return next((d / file for d in directories if (d / file).exists()), directories[0] / file)
 
 
-@lru_cache(maxsize=1)
-def python_library() -> tuple[ctypes.PyDLL, int, int]:
-    """The functions that call back into Python, and what they call: PyObject_GetBuffer and PyBuffer_Release.
+_PYTHON = (
+    "PyObject_GetBuffer",
+    "PyBuffer_Release",
+    "PyTuple_Size",
+    "PyTuple_GetItem",
+    "PyEval_SaveThread",
+    "PyEval_RestoreThread",
+)
 
-    They keep the GIL and raise what Python raised.
+
+@lru_cache(maxsize=1)
+def payload_mover() -> Callable[..., int]:
+    """`lmck_move_payloads` without its first argument. It keeps the GIL, and raises what Python raised.
+
+    Raises:
+        OSError: as `host_library`.
     """
-    host = ctypes.PyDLL(str(_path("lmcache_core_kernels")))
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    host.lmck_take_buffers.argtypes = [pointer, pointer, pointer, count, ctypes.c_int32, pointer]
-    host.lmck_take_buffers.restype = None
-    host.lmck_release_buffers.argtypes = [pointer, pointer, count]
-    host.lmck_release_buffers.restype = None
-    python = ctypes.pythonapi
-    get, release = (
-        ctypes.cast(f, pointer).value for f in (python.PyObject_GetBuffer, python.PyBuffer_Release)
+    host_library()  # checked
+    functions = (ctypes.c_void_p * len(_PYTHON))(
+        *(ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _PYTHON)
     )
-    assert get is not None
-    assert release is not None
-    return host, get, release
+    move = ctypes.PyDLL(str(_path("lmcache_core_kernels"))).lmck_move_payloads
+    layout, frame, fault = ctypes.POINTER(Layout), ctypes.POINTER(Frame), ctypes.POINTER(Fault)
+    count, number = ctypes.c_int64, ctypes.c_int32
+    move.argtypes = [ctypes.c_void_p, ctypes.py_object, layout, frame, count, number, number, fault]
+    return partial(move, functions)
 
 
 def _load(name: str, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
