@@ -184,3 +184,13 @@ def save_llama(folder: Path, *, seed: int = 0, num_layers: int = 3, **changes: o
     arguments = [str(seed), str(num_layers), json.dumps(changes), str(folder)]
     subprocess.run([sys.executable, "-c", code, *arguments], env=environment, check=True, timeout=START_S)
     return folder
+
+
+def flip(file: Path) -> None:
+    """Flips a byte in every 64 KiB."""
+    with file.open("r+b") as data:
+        for at in range(9000, file.stat().st_size, 64 << 10):
+            data.seek(at)
+            byte = data.read(1)
+            data.seek(at)
+            data.write(bytes([byte[0] ^ 1]))

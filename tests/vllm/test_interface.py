@@ -10,21 +10,27 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.connectors.vllm.groups import NULL_BLOCK
+
 PROBE = """
 import inspect, json
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as base, SupportsHMA
+from vllm.v1.core.block_pool import BlockPool
 from lmcache_core.connectors import vllm
 vllm.register(); vllm.register()
 ours = KVConnectorFactory.get_connector_class_by_name(vllm.NAME)
 def parameters(function):
     return [[each.name, each.kind.name] for each in inspect.signature(function).parameters.values()]
-hooks = {n: parameters(f) for n, f in vars(base).items() if inspect.isfunction(f) and not n.startswith("_")}
+theirs = {**vars(base), **vars(SupportsHMA)}
+hooks = {n: parameters(f) for n, f in theirs.items() if inspect.isfunction(f) and not n.startswith("_")}
 print("@@" + json.dumps({
     "abstract": sorted(ours.__abstractmethods__),
     "hooks": hooks,
     "ours": {n: parameters(f) for n, f in vars(ours).items() if n in hooks},
-    "strays": [n for n in vars(ours) if n[0] != "_" and not hasattr(base, n)],
+    "strays": [n for n in vars(ours) if n[0] != "_" and not hasattr(base, n) and n not in hooks],
+    "groups": issubclass(ours, SupportsHMA),
+    "null_block": BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16).null_block.block_id,
 }))
 """
 
@@ -39,6 +45,7 @@ KNOWN = frozenset(
         *("bind_kv_cache_manager", "bind_gpu_block_pool", "get_loaded_kv_cache_group_ids"),
         *("get_num_new_matched_tokens", "get_external_cache_hit_sources", "update_state_after_alloc"),
         *("build_connector_meta", "on_new_request", "update_connector_output", "request_finished"),
+        *("request_finished_all_groups",),
         *("register_finished_partial_tail", "take_events", "has_pending_block_frees"),
         *("has_pending_push_work", "get_finished_count", "set_xfer_handshake_metadata"),
         *("set_xfer_handshake_metadata_pp_aware", "reset_cache"),
@@ -63,6 +70,11 @@ def test_nothing_abstract_is_left_open(seen: Any) -> None:
 
 def test_every_hook_of_the_base_class_is_known(seen: Any) -> None:
     assert set(seen["hooks"]) == KNOWN
+
+
+def test_models_with_several_groups_of_layers_are_taken(seen: Any) -> None:
+    assert seen["groups"]
+    assert seen["null_block"] == NULL_BLOCK
 
 
 def test_our_hooks_are_hooks(seen: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_session import Answer, Engine, Request, tokens
+from vllm_session import Answer, Engine, Request, flip, tokens
 
 SHARED = tokens(1024, seed=1)
 LONG = [Request([*SHARED[: 256 * (i % 5)], *tokens(700 + 61 * i, seed=20 + i)]) for i in range(8)]
@@ -122,13 +122,3 @@ def test_a_new_process_loads_from_disk(
         seen = engine.ask("stats")
         assert seen["tiers"]["disk"]["rejected"] > 0
         assert (seen["leases"], seen["pins"]) == (0, 0)
-
-
-def flip(file: Path) -> None:
-    """Flips a byte in every 64 KiB."""
-    with file.open("r+b") as data:
-        for at in range(9000, file.stat().st_size, 64 << 10):
-            data.seek(at)
-            byte = data.read(1)
-            data.seek(at)
-            data.write(bytes([byte[0] ^ 1]))

@@ -153,7 +153,7 @@ class SchedulerSide:
             )
         )
         tracked.saved = max(tracked.saved, tracked.offer.num_tokens)
-        tracked.held = None  # the workers end these pins
+        tracked.held = tracked.offer = None  # the workers end these pins
         self._let_go(tracked)
 
     def hit_by_tier(self, request_id: str) -> Mapping[str, int]:

@@ -111,12 +111,10 @@ class WorkerSide:
         )
         if target.num_missing > group.first_needed(load.end):
             raise ValueError(f"no blocks for tokens [{group.first_needed(load.end)}, {target.num_missing})")
-        num_tokens = load.content.num_tokens
-        held = load.first // self._chunk_tokens * self._chunk_tokens  # by vLLM
-        skip = max(held, group.skipped(num_tokens, self._chunk_tokens))
-        found = engine.retrieve(
-            load.content, target, mask=_after(skip, num_tokens), search_range=self._cache.near
-        )
+        wanted = max(load.first, group.first_needed(load.end))
+        skip = wanted // self._chunk_tokens * self._chunk_tokens
+        mask = _after(skip, load.content.num_tokens)
+        found = engine.retrieve(load.content, target, mask=mask, search_range=self._cache.near)
         return skip + found.num_tokens
 
     def _save(self, save: Save) -> bool:

@@ -1,0 +1,338 @@
+"""vLLM: several attention groups as one cache, over real engines that share their tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_core.connectors.vllm.grouped import GroupedCache
+from lmcache_core.connectors.vllm.groups import Group, common_block_tokens, requests_wait
+from lmcache_core.connectors.vllm.lookups import LocalLookups
+from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
+from lmcache_core.connectors.vllm.scheduler import SchedulerSide
+from lmcache_core.connectors.vllm.worker import WorkerSide
+from lmcache_core.engine import CacheEngine
+from lmcache_core.identity import Content, ModelRecord, NamedContent, Part
+from lmcache_core.kernels import OpaqueBlocks
+
+BLOCK, CHUNK, WINDOW = 16, 64, 40
+FULL, SLIDING = Group(BLOCK), Group(BLOCK, window=WINDOW)
+MODEL = ModelRecord(weights="w", config={}, chunk_tokens=CHUNK)
+PROMPT = list(range(330))
+
+
+def part(group: str) -> Part:
+    return Part(layers=(0, 2), heads=(0, 2), content_format="test", content_nbytes=8, group=group)
+
+
+def content(num_tokens: int = len(PROMPT)) -> Content:
+    made = Content(MODEL)
+    made.extend(PROMPT[:num_tokens])
+    return made
+
+
+class Zeros:
+    def gather(self, first_token: int, num_tokens: int, payload: Any) -> None:
+        for segment in payload:
+            segment[:] = bytes(len(segment))
+
+
+class Rank:
+    """A rank with a group of full attention and one with a window, 40 numbered blocks each."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self.cache = GroupedCache([FULL, SLIDING], [engine, engine.beside(part("window"))])
+        shape = (40, 2, BLOCK, 2)
+        self.kv = [
+            [torch.randn(shape, generator=torch.Generator().manual_seed(10 * g + i)) for i in range(2)]
+            for g in range(2)
+        ]
+        blocks = [OpaqueBlocks(layers) for layers in self.kv]
+        self.lost: list[int] = []
+        self.side = WorkerSide(self.cache, blocks, rank=0, on_lost=self.lost.append)
+
+    def keep(self, group: int, num_tokens: int, skip: int = 0) -> None:
+        mask = [False] * skip + [True] * (num_tokens - skip)
+        self.cache.engines[group].store(content(num_tokens), Zeros(), mask=mask)
+
+    def save(self, num_tokens: int, full: list[int], window: list[int]) -> None:
+        names = NamedContent.of(content(), num_tokens)
+        self.side.save(Step(saves=[Save(request_id="r", content=names, block_ids=[full, window])], number=1))
+
+    def load(self, first: int, end: int, full: list[int], window: list[int]) -> tuple[set[str], set[str]]:
+        num_tokens, ids = self.cache.hold(content(), len(PROMPT))
+        load = Load(
+            request_id="r",
+            content=NamedContent.of(content(), num_tokens),
+            first=first,
+            end=end,
+            block_ids=[full, window],
+            lookup_ids=[ids],
+        )
+        self.side.load(Step(loads=[load], number=1))
+        assert self.pins() == 0
+        return self.side.arrived()
+
+    def held(self, group: int, skip: int, num_tokens: int) -> int:
+        hashes = content().hashes[skip // CHUNK : num_tokens // CHUNK]
+        return self.cache.engines[group].lookup(hashes=hashes).num_tokens
+
+    def hit(self, limit: int = len(PROMPT)) -> int:
+        num_tokens, ids = self.cache.hold(content(), limit)
+        self.cache.release(ids)
+        assert self.pins() == 0
+        return num_tokens
+
+    def pins(self) -> int:
+        return len(self.cache.engines[0]._chain.pins.active())
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    config = {"chunk_tokens": CHUNK, "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}]}
+    with CacheEngine(config, model=MODEL, part=part("full")) as engine:
+        yield Rank(engine)
+
+
+def test_a_window_needs_what_the_next_token_sees() -> None:
+    assert FULL.first_needed(300) == 0
+    assert SLIDING.first_needed(300) == 261
+    assert SLIDING.first_needed(20) == 0
+
+
+def test_a_hit_needs_what_its_last_token_sees_when_it_is_computed_again() -> None:
+    exact = Group(BLOCK, window=CHUNK + 1)
+    assert exact.first_needed(4 * CHUNK) == 3 * CHUNK
+    assert exact.skipped(4 * CHUNK, CHUNK) == 2 * CHUNK
+    assert exact.needed(content(), 4 * CHUNK).hashes == content().hashes[2:4]
+
+
+def test_what_is_needed_at_a_tail_ends_with_the_tail() -> None:
+    names = SLIDING.needed(content(), 4 * CHUNK + 32)
+    assert names.hashes == content().hashes[3:4]
+    assert names.tail_hashes_after(1) == NamedContent.of(content(), 4 * CHUNK + 32).tail_hashes_after(4)
+
+
+def test_requests_wait_unless_all_layers_see_everything() -> None:
+    assert not requests_wait([FULL])
+    assert requests_wait([SLIDING])
+    assert requests_wait([FULL, FULL])
+    assert common_block_tokens([Group(32), Group(48)]) == 96
+
+
+def test_of_a_window_only_the_end_of_a_hit_must_be_there(rank: Rank) -> None:
+    rank.keep(0, 320)
+    rank.keep(1, 320, skip=256)
+    assert rank.hit() == 320
+
+
+def test_a_hit_ends_where_every_group_can_serve_it(rank: Rank) -> None:
+    rank.keep(0, 320)
+    rank.keep(1, 128)
+    assert rank.hit() == 128
+    rank.keep(1, 320, skip=192)
+    assert rank.hit(limit=250) == 128, "192 tokens need the chunk that is missing"
+    assert rank.hit() == 320
+
+
+def test_a_tail_that_a_window_lacks_is_cut_off(rank: Rank) -> None:
+    rank.keep(0, 304)
+    rank.keep(1, 256)
+    assert rank.hit() == 256
+    rank.keep(1, 304, skip=256)
+    assert rank.hit() == 304
+
+
+def test_a_window_that_is_nowhere_makes_it_a_miss_after_a_few_lookups(rank: Rank) -> None:
+    rank.keep(0, 320)
+    assert rank.hit() == 0
+
+
+def test_a_hit_is_pinned_in_every_group(rank: Rank) -> None:
+    rank.keep(0, 320)
+    rank.keep(1, 320)
+    num_tokens, ids = rank.cache.hold(content(), 1000)
+    assert (num_tokens, rank.pins()) == (320, 2)
+    rank.cache.release(ids)
+    assert rank.pins() == 0
+
+
+def test_a_prefetch_brings_of_a_window_only_what_the_hit_needs(tmp_path: Path) -> None:
+    disk = {"name": "disk", "backend": "disk", "capacity": "8MiB", "options": {"path": str(tmp_path)}}
+    tiers = [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}, disk]
+    with CacheEngine({"chunk_tokens": CHUNK, "tiers": tiers}, model=MODEL, part=part("full")) as engine:
+        rank = Rank(engine)
+        rank.keep(0, 320)
+        rank.keep(1, 320)
+        engine.flush()
+        for each in rank.cache.engines:
+            each.clear(search_range=["cpu"])
+        assert rank.hit() == 0
+        rank.cache.bring_near(content()).wait(30)
+        assert rank.hit() == 320
+        near = [each.lookup(content(), search_range=["cpu"]).num_tokens for each in rank.cache.engines]
+        assert near == [320, 0]
+
+
+def test_a_window_s_blocks_come_back_where_it_reaches_and_nothing_else_is_touched(rank: Rank) -> None:
+    full, window = list(range(1, 9)), [*range(11, 17), 9, 10]
+    saved = [kv[[full, window][g]].clone() for g, layers in enumerate(rank.kv) for kv in layers]
+    rank.save(128, full, window)
+    expected = [kv.clone() for layers in rank.kv for kv in layers]
+    assert rank.load(0, 128, list(range(20, 28)), [0, 0, 0, 0, 0, 25, 26, 27]) == ({"r"}, set())
+    for kv, was, blocks in zip((kv for layers in rank.kv for kv in layers), expected, saved, strict=True):
+        group = 0 if kv is rank.kv[0][0] or kv is rank.kv[0][1] else 1
+        places = list(range(20, 28)) if group == 0 else [25, 26, 27]
+        assert torch.equal(kv[places], blocks[-len(places) :])
+        others = [i for i in range(40) if i not in places]
+        assert torch.equal(kv[others], was[others])
+
+
+def test_a_promise_whose_window_has_no_blocks_takes_the_request_back_and_names_no_block(rank: Rank) -> None:
+    rank.save(128, list(range(1, 9)), list(range(1, 9)))
+    assert rank.load(0, 128, list(range(20, 28)), [0, 0, 0, 0, 0, 0, 26, 27]) == ({"r"}, {"r"})
+    assert rank.side.failed_blocks() == set()
+    report = rank.side.report()
+    assert report is not None
+    assert report.failed == {"r": 0}
+    assert rank.lost == [128]
+    assert rank.side.arrived() == (set(), set())
+
+
+def test_a_load_brings_what_its_own_end_needs_however_much_more_was_held(rank: Rank) -> None:
+    rank.save(320, list(range(1, 21)), list(range(1, 21)))
+    expected = rank.kv[1][0][[6, 7, 8]].clone()
+    assert rank.load(0, 128, list(range(20, 28)), [0, 0, 0, 0, 0, 25, 26, 27]) == ({"r"}, set())
+    assert torch.equal(rank.kv[1][0][[25, 26, 27]], expected)
+
+
+def test_one_group_that_lost_its_part_takes_the_request_back(rank: Rank) -> None:
+    rank.save(320, list(range(1, 21)), list(range(1, 21)))
+    num_tokens, ids = rank.cache.hold(content(), 1000)
+    rank.cache.release(ids)
+    load = Load(
+        request_id="r",
+        content=NamedContent.of(content(), num_tokens),
+        first=0,
+        end=num_tokens,
+        block_ids=[list(range(20, 40)), [0] * 17 + [37, 38, 39]],
+        lookup_ids=[[]],
+    )
+    rank.cache.engines[1].clear()
+    rank.side.load(Step(loads=[load], number=1))
+    assert rank.side.arrived() == ({"r"}, {"r"})
+
+
+def test_a_chunk_that_the_window_has_left_in_part_is_stored_and_its_rest_is_zeros(rank: Rank) -> None:
+    rank.save(128, list(range(1, 9)), [0, 0, 0, 0, 0, 6, 7, 8])
+    assert rank.held(1, 64, 128) == 64
+    assert rank.held(1, 0, 64) == 0
+
+    class Read:
+        def scatter(self, first_token: int, num_tokens: int, payload: Any) -> None:
+            for segment in payload:
+                assert not any(segment[: len(segment) // 4])
+                assert any(segment[len(segment) // 4 :])
+
+    mask = [False] * CHUNK + [True] * CHUNK
+    assert rank.cache.engines[1].retrieve(content(128), Read(), mask=mask).num_tokens == CHUNK
+
+
+def test_a_chunk_whose_end_has_lost_something_it_sees_is_not_stored(rank: Rank) -> None:
+    rank.save(192, list(range(1, 13)), [0, 0, 0, 0, 0, 0, 7, 8, 9, 10, 11, 12])
+    assert rank.held(1, 64, 128) == 0
+    assert rank.held(1, 128, 192) == 64
+    assert rank.held(0, 0, 192) == 192
+
+
+def test_a_null_block_behind_others_is_never_read_or_written(rank: Rank) -> None:
+    rank.save(128, list(range(1, 9)), [1, 2, 0, 4, 5, 6, 7, 8])
+    assert rank.held(1, 64, 128) == 0
+
+
+def test_parts_beside_each_other_share_their_tiers_and_nothing_else(rank: Rank) -> None:
+    rank.keep(1, 320)
+    full, window = rank.cache.engines
+    assert full.lookup(content()).num_tokens == 0
+    assert window.lookup(content()).num_tokens == 320
+    assert full.stats().tiers[0].used_bytes == window.stats().tiers[0].used_bytes > 0
+    full.clear()
+    assert window.lookup(content()).num_tokens == 320
+    full.close()
+    assert window.store(content(), Zeros()).num_tokens == 0
+    assert window.lookup(content()).num_tokens == 0
+
+
+class Both(LocalLookups):
+    """As if it were two ranks."""
+
+    several_ranks = True
+
+
+def scheduler(rank: Rank) -> SchedulerSide:
+    options: dict[str, Any] = {"prefetch_deadline_s": 1.0, "prefetches": 1, "pin_ttl_s": 60.0}
+    return SchedulerSide(Both(rank.cache), rank.cache.groups, loads=True, saves=True, tails=True, **options)
+
+
+def request() -> Any:
+    return SimpleNamespace(
+        request_id="r",
+        prompt_token_ids=PROMPT,
+        all_token_ids=PROMPT,
+        num_tokens=len(PROMPT),
+        num_prompt_tokens=len(PROMPT),
+        num_computed_tokens=0,
+        cache_salt=None,
+        lora_request=None,
+        mm_features=[],
+        pooling_params=None,
+    )
+
+
+def planned(side: SchedulerSide, **num_scheduled: int) -> Step:
+    step = side.step()
+    tables = SimpleNamespace(get_block_ids=lambda name: ([1, 2, 3], [0, 5, 6]))
+    side.plan_saves(
+        step, SimpleNamespace(num_scheduled_tokens=num_scheduled, kv_connector_block_state=tables)
+    )
+    return step
+
+
+def test_a_request_waits_for_its_load_and_starts_anew_where_it_failed(rank: Rank) -> None:
+    rank.keep(0, 320)
+    rank.keep(1, 320)
+    side, each = scheduler(rank), request()
+    assert side.matched(each, 64) == (256, True)
+    tables = (list(range(1, 21)), [0] * 17 + [18, 19, 20])
+    side.allocated(each, tables, 256)
+    step = planned(side)
+    [load] = step.loads
+    assert (load.first, load.end, load.block_ids) == (64, 320, tables)
+    rank.side.load(step)
+    assert planned(side, another=1).saves == []
+    side.reported(Report(step=step.number, failed={"r": 192}))
+    assert side.matched(each, 0) == (192, True)
+    side.allocated(each, (list(range(1, 13)), [0] * 9 + [10, 11, 12]), 192)
+    [load] = planned(side).loads
+    assert (load.first, load.end, load.content.num_tokens) == (0, 192, 192), "not what failed before"
+    rank.cache.release(load.lookup_ids[0])
+    side.finished("r")
+    assert rank.pins() == 0
+
+
+def test_nothing_waits_to_be_saved_for_a_load_that_nobody_computes_behind(rank: Rank) -> None:
+    rank.keep(0, 320)
+    rank.keep(1, 320)
+    side, waiting, other = scheduler(rank), request(), request()
+    other.request_id, other.cache_salt = "other", "salt"
+    side.matched(waiting, 0)
+    side.matched(other, 0)
+    side.allocated(waiting, (list(range(1, 21)), [0] * 17 + [18, 19, 20]), 320)
+    [save] = planned(side, other=130).saves
+    assert (save.request_id, save.content.num_tokens) == ("other", 128)
+    assert save.block_ids == ([1, 2, 3], [0, 5, 6])
