@@ -100,3 +100,24 @@ def test_any_bits_of_a_scale_widen_as_torch_has_them(scale: int, monkeypatch: py
     numbers = ~reference.isnan()
     assert torch.equal(compiled.isnan(), reference.isnan())
     assert torch.equal(compiled[numbers].view(torch.int16), reference[numbers].view(torch.int16))
+
+
+@needs_kernels
+def test_a_library_that_does_not_load_is_told_once_and_torch_moves_the_kv(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lmcache_core_kernels import abi
+
+    def broken() -> None:
+        raise OSError("wrong ELF class")
+
+    monkeypatch.setattr(abi, "host_library", broken)
+    native_library.cache_clear()
+    try:
+        assert native_library() is None
+        assert native_library() is None
+    finally:
+        native_library.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "lmcache-core-kernels can't be used, KV is moved by torch instead: wrong ELF class"
+    ]

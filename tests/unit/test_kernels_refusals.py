@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -290,17 +291,40 @@ def test_without_the_kernels_rows_at_odd_distances_are_refused() -> None:
         PagedKV.from_blocks(padded_latents(1), axes="nsd")
 
 
+def of_three(*nbytes: int) -> list[bytearray]:
+    return [bytearray(each) for each in nbytes]
+
+
 @needs_kernels
-def test_a_payload_is_free_again_after_each_call_and_each_refusal() -> None:
+@pytest.mark.parametrize(
+    ("second", "error"),
+    [
+        ((range(2, 4), of_three(128, 128, 128)), None),
+        ((range(2, 4), [*of_three(128, 128), bytes(128)]), "segment 2 of frame 1 must be .*read-only: True"),
+        ((range(2, 4), [*of_three(128, 128), memoryview(bytearray(256))[::2]]), "must be 128 contiguous"),
+        ((range(2, 4), of_three(128, 128, 64)), "segment 2 of frame 1 must be 128 .* not 64"),
+        ((range(2, 4), of_three(128, 128)), "2 payload segments for 3 layers in frame 1"),
+        ((torch.tensor([2, 15]), of_three(128, 128, 128)), "slot 15 is not among 15"),
+        ((range(2, 4), [*of_three(128, 128), object()]), "bytes-like object is required"),
+    ],
+    ids=["none", "read-only", "holes", "short", "missing", "slot", "no buffer"],
+)
+def test_a_payload_is_free_again_after_each_call_and_each_refusal(
+    second: tuple[range | torch.Tensor, list[bytearray]], error: str | None
+) -> None:
     kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
-    memory = [bytearray(128) for _ in range(LAYERS)]
-    kv.gather(range(2), [memoryview(segment) for segment in memory])
-    kv.scatter(range(2), [memoryview(segment).toreadonly() for segment in memory])
-    with pytest.raises(ValueError, match="read-only"):
-        kv.gather(
-            range(2), [memoryview(memory[0]), memoryview(memory[1]).toreadonly(), memoryview(memory[2])]
-        )
-    with pytest.raises(ValueError, match="segment 2"):
-        kv.gather(range(2), [memoryview(memory[0]), memoryview(memory[1]), memoryview(memory[2])[:64]])
-    for segment in memory:
-        segment.append(0)  # BufferError while anything still holds it
+    first = of_three(128, 128, 128)
+    frames = [(range(2), first), second]
+    with pytest.raises((ValueError, TypeError), match=error) if error else nullcontext():
+        kv.gather_many(frames)  # type: ignore[arg-type]
+    assert any(any(segment) for segment in first) == (error is None)
+    for segment in (*first, *second[1]):
+        if isinstance(segment, bytearray):
+            segment.append(0)  # BufferError while anything still holds it
+
+
+def test_segments_that_are_no_buffers_are_type_errors() -> None:
+    kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
+    for move in (kv.gather, kv.scatter):
+        with pytest.raises(TypeError, match="bytes-like object"):
+            move(range(2), [bytearray(128), bytearray(128), 5])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from paged_kv import LAYERS, new_payload
 
 from lmcache_core.frame import segment_checksum
 from lmcache_core.kernels import OpaqueBlocks, PagedKV
@@ -90,3 +91,17 @@ def test_large_calls_start_the_threads_that_they_may_use_and_no_more(threads: in
     over.set()
     watcher.join()
     assert most == threads  # the watcher, and all that help the caller
+
+
+def test_more_threads_move_the_same_bytes() -> None:
+    keys = [
+        torch.randint(0, 100, [1, 8, 900, 64], dtype=torch.int32).view(torch.float32) for _ in range(LAYERS)
+    ]
+    values = [tensor + 1 for tensor in keys]
+    slots = torch.randperm(900)[:700]
+    payloads = []
+    for threads in (1, 3):
+        payload = new_payload(700, num_heads=8, dim=64)
+        PagedKV.from_pairs(keys, values, threads=threads).gather(slots, payload)
+        payloads.append([bytes(memory) for memory in payload])
+    assert payloads[0] == payloads[1]
