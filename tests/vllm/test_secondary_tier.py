@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_session import Answer, Engine, Request, save_llama, tokens
+from vllm_session import Answer, Engine, Request, file_system, save_llama, tokens
 
 CHUNK_NBYTES = 3 * 2 * 128 * 2 * 32 * 4
 """Layers x KV heads x tokens x (K and V) x dim x float32: one block of vLLM's, and one of its chunks."""
@@ -149,6 +149,24 @@ def test_a_tier_smaller_than_the_prompts_stays_within_its_bound(
             assert occupied <= capacity
 
 
+def test_a_full_disk_keeps_what_it_can(
+    model: Path, log: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Its file system has room for half of the prompts' chunks, and the tier thinks that all would fit."""
+    room = sum(WHOLE) // 128 // 2 * CHUNK_NBYTES
+    transfer = on_disk(tmp_path)
+    with Engine(model, log, within=file_system(tmp_path, room), kv_transfer_config=transfer) as engine:
+        for _ in range(2):
+            assert said(ask(engine)) == expected
+            assert said(engine.generate(*PROMPTS)) == expected
+        assert engine.ask("free_bytes", str(tmp_path)) < 2 * CHUNK_NBYTES
+        for _ in range(3):  # together more than vLLM's CPU tier holds, and less than the disk
+            few = [engine.generate(PROMPTS[i])[0] for i in (1, 3)]
+            engine.generate(Request(tokens(20, seed=1)))
+            assert said(few) == [expected[1], expected[3]]
+        assert cached(few) == [WHOLE[1], WHOLE[3]]
+
+
 def test_two_ranks_share_a_tier_and_nothing_with_one_rank(
     model: Path, log: Path, folder: Path, expected: list[list[int]]
 ) -> None:
@@ -191,6 +209,7 @@ def test_a_tier_that_fails_one_get_in_three(faulty: Engine, expected: list[list[
     for _ in range(2):
         assert said(ask(faulty)) == expected
         assert said(faulty.generate(*PROMPTS)) == expected  # at once: more than vLLM's CPU tier holds
+    assert faulty.ask("failed_gets") > 0
     faulty.ask("fail_gets", 0)
     assert said(faulty.generate(*PROMPTS)) == expected
     assert cached(ask(faulty)) == WHOLE
