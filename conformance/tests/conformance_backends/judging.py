@@ -10,6 +10,7 @@ from conformance_backends import (  # noqa: F401 (they fill the catalogue)
     broken_conduct,
     broken_core,
     broken_corruption,
+    broken_endings,
     broken_endurance,
     broken_network,
     broken_overlap,

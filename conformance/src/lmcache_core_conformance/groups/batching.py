@@ -7,7 +7,7 @@ from functools import partial
 
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Item, Outcome, Status
-from lmcache_core_conformance.driver import Buffer, RecordingCall, Store, Want
+from lmcache_core_conformance.driver import Buffer, Got, RecordingCall, Store, Want
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.timing import Running
 from lmcache_core_conformance.values import PAGE, key_named, value_of
@@ -104,6 +104,27 @@ class Batching(Group):
         check(stat is Status.MISS, f"stat of a key whose put was cancelled: {stat.name}")
         self.holds(store, key, value, "a value whose deletion was cancelled")
 
+    def test_a_batch_cancelled_under_way_settles_each_item_once_and_truly(self) -> None:
+        """What was given up half-way is told wrongly, twice or never, and its memory is written to later."""
+        store, values = self.bench.open(), self.some_values(self._batch(6))
+        known = dict(values[::2])
+        self._put_all(store, values[::2])
+        new = [(key, value_of(key, 2, len(value))) for key, value in values]
+        told = self._cancelled_under_way(store, store.backend.put_many, new)
+        for place, ((key, value), put) in enumerate(zip(new, told, strict=True)):
+            got, what = store.get(key, len(value)), f"item {place} of a cancelled put"
+            if put.status is Status.OK or got.value == value:
+                self.check_value(got, value, f"{what} that ended {put.status.name}")
+                known[key] = value
+            elif key in known:
+                self.check_value(got, known[key], f"{what} that ended {put.status.name}")
+            else:
+                check(got.status is Status.MISS, f"get of {what}, never stored: {got.status.name}")
+        told = self._cancelled_under_way(store, store.backend.get_many, new)
+        for place, ((key, _), got) in enumerate(zip(new, told, strict=True)):
+            true = got.status is not Status.OK or got.value == known.get(key)
+            check(true, f"item {place} of a cancelled get ended OK with other bytes than are stored")
+
     @needs("max_in_flight")
     def test_an_item_that_is_settled_is_there(self) -> None:
         """Settled is used at once: a value announced before it is stored is a hit that misses."""
@@ -195,6 +216,44 @@ class Batching(Group):
         self._settled(store, "stat", [o.status for o in store.stat_many([absent, *keys[1:]])])
         if self.bench.capabilities.delete:
             self._settled(store, "delete", [o.status for o in store.delete_many([absent, *keys[1:]])])
+
+    def _cancelled_under_way(
+        self,
+        store: Store,
+        method: Callable[[Sequence[Item], Call], None],
+        values: Sequence[tuple[StorageKey, bytes]],
+    ) -> list[Got]:
+        """One call of it for memory that holds `values`, cancelled when its first item is settled.
+
+        Raises:
+            Violation: an item was not settled once, or its memory not let go of.
+        """
+
+        def cancel(index: int, outcome: Outcome) -> None:
+            store.calls[-1].cancelled = True
+
+        buffers = [Buffer([len(value)], content=value) for _, value in values]
+
+        def call_it(call: Call) -> None:
+            method([Item(key, b.views()) for (key, _), b in zip(values, buffers, strict=True)], call)
+
+        store.on_settled = cancel
+        outcomes = store.call(len(values), call_it)
+        store.on_settled = None
+        call, name = store.calls[-1], f"cancelled {method.__name__}"
+        left = call.unsettled_at_return if call.raised is None else []
+        check(not left, f"a {name} left items {left} unsettled")
+        check(not call.repeated, f"a {name} settled items {call.repeated} again")
+        check(not call.out_of_range, f"a {name} settled items {call.out_of_range}, which don't exist")
+        seen = [Got(end, buffer.read()) for end, buffer in zip(outcomes, buffers, strict=True)]
+        for buffer in buffers:
+            buffer.make_noise()
+        for key, value in values:
+            store.get(key, len(value))
+        for place, buffer in enumerate(buffers):
+            check(buffer.is_noise_from(0), f"item {place} of a {name} was written to afterwards")
+            check(buffer.free(), f"something still refers to the memory of item {place} of a {name}")
+        return seen
 
     def _settled(self, store: Store, operation: str, statuses: list[Status]) -> None:
         call: RecordingCall = store.calls[-1]

@@ -98,6 +98,24 @@ class Deadline(Group):
             check(got.status is Status.FAILED, f"get of a trickling value: {got.status.name}")
         self.holds(store, key, value, "a value after it had trickled")
 
+    def test_a_call_cancelled_while_its_answer_trickles_ends(self) -> None:
+        """Nobody waits for it any more: its connection and its place are another call's until it ends."""
+        self.bench.require_medium("network", why=_NO_SERVER)
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("cancelled")
+        value = value_of(key, 1, self.bench.fit(16))
+        self.put(store, key, value)
+        with Reach(self.bench, place).faulty(Fault.TRICKLING, store):
+            running = Running(lambda: store.get(key, len(value)))
+            running.ended.wait(self.bench.harness.stalled_deadline_s)
+            store.calls[-1].cancelled = True
+            ended = running.ended.wait(self.bench.harness.slack_s)
+        running.ended.wait(self.bench.harness.deadline_s)
+        check(ended, f"a get went on for {self.bench.harness.slack_s:g} s after it was cancelled")
+        status = running.result().status
+        check(status is Status.FAILED, f"a get cancelled while its answer trickled: {status.name}")
+        self.holds(store, key, value, "a value whose get was cancelled")
+
     def test_close_wakes_a_call_that_waits(self) -> None:
         """An engine that shuts down must not wait for the slowest of its stores."""
         self.bench.require_medium("network", why=_NO_SERVER)

@@ -17,10 +17,10 @@ from lmcache_core.storage import Operation
 from lmcache_core.storage.contract import Item, Status
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.core import Core
-from lmcache_core_conformance.driver import Buffer, Want
+from lmcache_core_conformance.driver import Buffer, Store, Want
 from lmcache_core_conformance.growth import check_no_growth
 from lmcache_core_conformance.properties import Group
-from lmcache_core_conformance.timing import Caller, deadline_of
+from lmcache_core_conformance.timing import Caller, deadline_of, in_time
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
 
@@ -132,6 +132,37 @@ class Lifecycle(Group):
             files = [path.name for path in place.directory.rglob("*") if path.is_file()]
             check(not files, f"a store that isn't persistent leaves {len(files)} files: {sorted(files)[:5]}")
 
+    def test_a_call_that_comes_after_close_does_no_harm(self) -> None:
+        """One on its way when close comes hangs, opens anew, or writes to who has the descriptor by now."""
+        place = self.bench.place()
+        self.bench.open().close()  # what a driver keeps for the process is there now
+        before = _Leftovers(self.bench)
+        store, values = self.bench.open(place), self.some_values(2)
+        key, value = values[0]
+        self.put(store, key, value)
+        held = set(_descriptors())
+        store.backend.close()
+        with deadline_of(store, self.bench.harness.slack_s), _taken(held - set(_descriptors())):
+            late: dict[str, Callable[[], object]] = {
+                "put": lambda: store.put(*values[1]),
+                "stat": lambda: store.stat(key),
+                "get": lambda: self._late_get(store, key, value),
+            }
+            if self.bench.capabilities.delete:
+                late["delete"] = lambda: store.delete(values[1][0])
+            for name, call in late.items():
+                in_time(f"a {name} after close", call, 2 * self.bench.harness.slack_s)
+                made = store.calls[-1]
+                left = made.unsettled_at_return if made.raised is None else []
+                check(not left and not made.repeated, f"a {name} after close was not settled once")
+                error = made.raised or made.outcomes[0].error
+                typed = isinstance(error, LMCacheError | None)
+                check(typed, f"a {name} after close failed with {error!r}, which is none of the SDK's errors")
+        before.check_nothing_new("calls after close")
+        store.close()
+        if self.bench.capabilities.persistent:
+            self.holds(self.bench.open(place), key, value, "a value, after calls that came after close")
+
     def test_calls_that_end_badly_leave_nothing_behind(self) -> None:
         """Misses are the most frequent answer: a descriptor, thread or note left by each fills a table."""
         bound, offered = self.bench.harness.small_capacity_bytes, self.bench.capabilities
@@ -191,6 +222,11 @@ class Lifecycle(Group):
         first.close()
         self.put(second, key, value)
         self.holds(second, key, value, "a value put after another store of the same kind was closed")
+
+    def _late_get(self, store: Store, key: StorageKey, value: bytes) -> None:
+        got = store.get(key, len(value))
+        if got.status is Status.OK:
+            self.check_value(got, value, "a value after close")
 
 
 class _Leftovers:
@@ -254,6 +290,35 @@ def _descriptors() -> dict[int, str]:
         with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return found
+
+
+def _close_all(numbers: set[int]) -> None:
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            os.close(number)
+
+
+@contextlib.contextmanager
+def _taken(numbers: set[int]) -> Iterator[None]:
+    """While inside, these free descriptor numbers are those of a file of somebody else's.
+
+    Raises:
+        Violation: it was written to, cut, or closed.
+    """
+    content = value_of(key_named("somebody else's"), 1, 16 * PAGE)
+    with tempfile.TemporaryFile() as file, contextlib.ExitStack() as stack:
+        file.write(content)
+        file.seek(0)
+        stack.callback(_close_all, numbers - {file.fileno()})
+        for number in numbers - {file.fileno()}:
+            os.dup2(file.fileno(), number)
+        yield
+        for number in (file.fileno(), *numbers):
+            try:
+                seen = os.pread(number, len(content) + 1, 0)
+            except OSError as error:
+                raise Violation("a call after close closed a descriptor that is somebody else's") from error
+            check(seen == content, "a call after close wrote into a file that is somebody else's")
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:
