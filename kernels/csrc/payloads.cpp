@@ -28,7 +28,7 @@ class Held {
   // Null where Python raised.
   const Buffer *take(void *object, int flags) {
     Buffer *buffer = &buffers_[num_taken_];
-    if (object == nullptr || python_.get_buffer(object, buffer, flags) != 0) return nullptr;
+    if (python_.get_buffer(object, buffer, flags) != 0) return nullptr;
     ++num_taken_;
     return buffer;
   }
@@ -48,7 +48,6 @@ int32_t take_payloads(const lmck_python &python, void *payloads, const lmck_layo
                       int64_t num_frames, int flags, Held &held, uint64_t *addresses, lmck_fault *fault) {
   for (int64_t f = 0; f < num_frames; ++f) {
     void *payload = python.tuple_item(payloads, f);
-    if (payload == nullptr) return LMCK_RAISED;
     const int64_t num_layers = python.tuple_size(payload);
     if (num_layers != layout.num_layers) {
       *fault = lmck_fault{f, 0, num_layers};

@@ -90,8 +90,8 @@ typedef struct lmck_python {
   void (*restore_thread)(void *state);
 } lmck_python;
 
-/* lmck_gather or lmck_scatter with the memory of Python objects: `payloads` is a tuple, for each frame a tuple of an
- * object for each layer, contiguous and, for a gather, writable. Sets each frame's `segments`, which mean nothing
+/* lmck_gather or lmck_scatter with the memory of Python objects: `payloads` is a tuple of num_frames tuples of one
+ * object a layer, contiguous and, for a gather, writable. Sets each frame's `segments`, which mean nothing
  * afterwards. Called with the GIL, which others have while bytes are moved; the memory is held until it returns. */
 LMCK_EXPORT int32_t lmck_move_payloads(const lmck_python *python, void *payloads, const lmck_layout *layout,
                                        lmck_frame *frames, int64_t num_frames, int32_t num_threads, int32_t gather,
