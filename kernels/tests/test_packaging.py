@@ -58,6 +58,27 @@ def test_a_wheel_without_nvcc_has_the_host_library_and_says_so(tmp_path: Path) -
     assert said.stdout.endswith("no CUDA (nvcc was not there at build time)\n")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_an_nvcc_that_cant_compile_the_launchers_leaves_the_host_library_alone(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    stand_in = tmp_path / "bin" / "nvcc"  # compiles anything but device.cu, as one older than 12.1 does
+    stand_in.parent.mkdir()
+    refuse = 'case "$*" in *device.cu*) echo "formal parameter space overflowed" >&2; exit 1;; esac'
+    stand_in.write_text(f'#!/bin/sh\n{refuse}\nexec {nvcc} "$@"\n')
+    stand_in.chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key not in ("CUDACXX", "CUDA_PATH")}
+    done = subprocess.run(
+        ["cmake", "-S", ROOT / "kernels", "-B", tmp_path / "build"],
+        env=environment | {"PATH": f"{stand_in.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "formal parameter space overflowed" in done.stdout
+    assert "lmcache-core-kernels is built for: host\n" in done.stdout
+
+
 def test_make_goes_on_without_a_compiler_and_says_so_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / ".packages").touch()
