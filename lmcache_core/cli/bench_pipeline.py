@@ -191,7 +191,11 @@ def require_plot() -> None:
 
 
 def draw(timeline: Timeline, file: Path) -> None:
-    """Draws two bars a layer, loading and computing, into `file`; its suffix says the format."""
+    """Draws two bars a layer, loading and computing, into `file`; its suffix says the format.
+
+    Raises:
+        ClickException: the file can't be written.
+    """
     with needs_extra("plot"):
         figure = import_module("matplotlib.figure").Figure(figsize=(9, 0.22 * len(timeline.layers) + 1.6))
     axes = figure.subplots()
@@ -215,7 +219,10 @@ def draw(timeline: Timeline, file: Path) -> None:
     )
     axes.legend()
     figure.tight_layout()
-    figure.savefig(file)
+    try:
+        figure.savefig(file)
+    except OSError as error:
+        raise click.ClickException(f"the plot can't be written: {error}") from error
 
 
 def _run(

@@ -84,9 +84,9 @@ def test_without_matplotlib_it_says_how_to_get_it_before_it_measures(
     assert "matplotlib is not installed, which this needs: pip install 'lmcache-core[plot]'" in result.output
 
 
-def test_the_plot_has_a_bar_of_loading_and_one_of_computing_for_each_layer(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What a stand-in for matplotlib was told to draw: method and arguments. It writes a file of one byte."""
     drawn: list[tuple[str, Any]] = []
 
     class Recording:
@@ -95,6 +95,8 @@ def test_the_plot_has_a_bar_of_loading_and_one_of_computing_for_each_layer(
         def __getattr__(self, name: str) -> Any:
             def call(*arguments: Any, **settings: Any) -> Recording:
                 drawn.append((name, (arguments, settings)))
+                if name == "savefig":
+                    arguments[0].write_bytes(b"p")
                 return self
 
             return call
@@ -103,11 +105,26 @@ def test_the_plot_has_a_bar_of_loading_and_one_of_computing_for_each_layer(
     figure.Figure = Recording  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", figure)
+    return drawn
+
+
+def test_the_plot_has_a_bar_of_loading_and_one_of_computing_for_each_layer(
+    run: Any, drawn: list[tuple[str, Any]]
+) -> None:
     result = run(*SMALL, "--compute-ms", "0", "--plot", "out.png")
     assert result.exit_code == 0, result.output
     bars = [arguments for name, (arguments, _) in drawn if name == "barh"]
     assert [len(widths) for _, widths in bars] == [3, 3]
     assert [arguments for name, (arguments, _) in drawn if name == "savefig"] == [(Path("out.png"),)]
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_plot_that_cannot_be_written_is_told_behind_what_was_measured(run: Any) -> None:
+    result = run(*SMALL, "--compute-ms", "0", "--plot", "/proc/out.png")  # not even root can
+    assert result.exit_code == 1
+    assert "Overlap: " in result.output
+    assert "the plot can't be written: " in result.output
+    assert isinstance(result.exception, SystemExit), "no traceback"
 
 
 def test_the_overlap_is_what_a_pipeline_saves_of_the_shorter_of_the_two() -> None:
