@@ -154,7 +154,7 @@ def pairs_layout(keys: Sequence[Tensor], values: Sequence[Tensor], axes: str, ro
         raise ValueError(f"axes {axes!r} are not a permutation of 'bhtd' or 'htd'")
     if len(keys) != len(values):
         raise UnsupportedModel(f"{len(keys)} layers of K, {len(values)} of V")
-    _check_alike([*keys, *values], axes)
+    _check_alike([*keys, *values], axes, num_keys=len(keys))
     if "b" not in axes:
         axes = f"b{axes}"
         keys, values = ([tensor.unsqueeze(0) for tensor in half] for half in (keys, values))
@@ -239,7 +239,8 @@ def check_memory(index: int, tensor: Tensor) -> None:
         )
 
 
-def _check_alike(tensors: Sequence[Tensor], axes: str) -> None:
+def _check_alike(tensors: Sequence[Tensor], axes: str, *, num_keys: int | None = None) -> None:
+    """The first `num_keys` of them are K, the others V."""
     if not tensors:
         raise ValueError("no layer given")
     for index, tensor in enumerate(tensors):
@@ -253,8 +254,9 @@ def _check_alike(tensors: Sequence[Tensor], axes: str) -> None:
         raise UnsupportedModel(f"a KV tensor of shape {_numbers(first)} holds nothing")
     for index, tensor in enumerate(tensors):
         if tensor.shape != first.shape:
+            hint = "; K and V must have heads of the same size" * (index == num_keys)
             raise UnsupportedModel(
-                f"tensor {index} has shape {_numbers(tensor)}, the first {_numbers(first)}"
+                f"tensor {index} has shape {_numbers(tensor)}, the first {_numbers(first)}{hint}"
             )
         if tensor.dtype != first.dtype:
             raise UnsupportedModel(f"tensor {index} has dtype {tensor.dtype}, the first {first.dtype}")
