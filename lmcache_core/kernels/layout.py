@@ -254,7 +254,7 @@ def _check_alike(tensors: Sequence[Tensor], axes: str, *, num_keys: int | None =
         raise UnsupportedModel(f"a KV tensor of shape {_numbers(first)} holds nothing")
     for index, tensor in enumerate(tensors):
         if tensor.shape != first.shape:
-            hint = "; K and V must have heads of the same size" * (index == num_keys)
+            hint = "; K and V must be alike, in head size too" * (index == num_keys)
             raise UnsupportedModel(
                 f"tensor {index} has shape {_numbers(tensor)}, the first {_numbers(first)}{hint}"
             )

@@ -58,7 +58,7 @@ UNFIT: list[tuple[str, Callable[[], object], str]] = [
     (
         "K and V of different width",
         lambda: PagedKV.from_pairs([torch.zeros(1, 2, 5, 4)], [torch.zeros(1, 2, 5, 6)]),
-        r"\[1, 2, 5, 6\], the first \[1, 2, 5, 4\]; K and V must have heads of the same size",
+        r"\[1, 2, 5, 6\], the first \[1, 2, 5, 4\]; K and V must be alike, in head size too",
     ),
     (
         "more layers of K than of V",
