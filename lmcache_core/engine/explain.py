@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from lmcache_core.config import CacheConfig
+from lmcache_core.engine.verdict import verdict
 from lmcache_core.events import Event, EventBus, TierDown
-from lmcache_core.frame import FrameKind
+from lmcache_core.frame import FrameHeader, FrameKind
 from lmcache_core.identity import (
     TAIL_UNIT,
     Content,
     FieldDifference,
     ModelRecord,
+    Part,
     StorageKey,
     Tokens,
     chunk_key,
@@ -46,6 +49,16 @@ class PieceFinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartFinding:
+    """A stored part that isn't one of those asked about, and holds more of the request than they do."""
+
+    digest: str
+    num_tokens: int
+    differences: tuple[FieldDifference, ...]
+    """As far as its frames show any; other layers, heads or attention groups may look alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFinding:
     """One stored model record: how it differs from the model asked about, and how much it answers."""
 
@@ -54,10 +67,16 @@ class ModelFinding:
     """It is the model asked about. Without one, always false."""
     differences: tuple[FieldDifference, ...]
     part: str
-    """Digest of the part that answers most; empty when no part was ever stored."""
+    """Digest of the part that answers: of those asked about the one that holds least, else the one that
+    holds most; empty when no part was ever stored."""
     pieces: tuple[PieceFinding, ...]
     num_tokens: int
     """The prefix of the request that is held under this model and part."""
+    other_part: PartFinding | None = None
+    """Of the model asked about."""
+    otherwise: Mapping[str, int] | None = None
+    """Of the model asked about: name of another LoRA and salt → the tokens held under them, if those are
+    more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,29 +89,66 @@ class Explanation:
     verdict: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    tokens: Tokens
+    model: ModelRecord | None
+    parts: Sequence[Part]
+    unit_tokens: int
+    salt: bytes
+    lora: bytes
+    otherwise: Mapping[str, tuple[bytes, bytes]]
+
+
 def explain(
     config: CacheConfig,
     tokens: Tokens,
     *,
     model: ModelRecord | None = None,
-    part: str = "",
+    parts: Sequence[Part] = (),
+    unit_tokens: int = TAIL_UNIT,
     salt: bytes = b"",
     lora: bytes = b"",
+    otherwise: Mapping[str, tuple[bytes, bytes]] | None = None,
     registry: Registry | None = None,
 ) -> Explanation:
     """Opens the config's tiers, reads the stored model records and looks the request up under each.
 
-    `model` (and the digest of its `part`) is the one that missed; without it the request is looked up
-    under every stored model. Tiers that another process owns show as down, with the reason.
+    `model` is the one that missed, and needs all of `parts`; without it the request is looked up under
+    every stored model. A prompt's end is stored in multiples of `unit_tokens`. `otherwise` names other
+    (LoRA, salt) to try for `model`. Tiers that another process owns show as down, with the reason.
 
     Raises:
         ConfigError, PluginError: as `CacheEngine`.
     """
+    question = _Question(
+        tokens=tokens,
+        model=model,
+        parts=parts,
+        unit_tokens=unit_tokens,
+        salt=salt,
+        lora=lora,
+        otherwise=otherwise or {},
+    )
+    registry = registry or discover()
+    found = _answer(config, question, (), registry)
+    if not parts or _asked(found).num_tokens >= found.num_tokens // unit_tokens * unit_tokens:
+        return found
+    # A tier that several processes share has a place for each: what was opened is whoever wrote last.
+    again = _answer(config, question, parts, registry)
+    return again if _asked(again).num_tokens > _asked(found).num_tokens else found
+
+
+def _answer(
+    config: CacheConfig, question: _Question, places: Sequence[Part], registry: Registry
+) -> Explanation:
+    """What is found where those would be stored that keep the parts `places`."""
+    tokens, model, asked = question.tokens, question.model, [part.digest for part in question.parts]
     num_tokens = len(token_bytes(tokens)) // TOKEN_NBYTES
     events = EventBus()
     down = _DownReasons()
     events.subscribe(down)
-    chain = build_chain(config, registry or discover(), parts=(part,) if part else (), events=events)
+    chain = build_chain(config, registry, parts=[part.digest for part in places], events=events)
     try:
         tiers = tuple(
             TierFinding(
@@ -104,14 +160,20 @@ def explain(
             )
             for tier in chain.tiers
         )
-        parts = sorted({key.split("-")[1] for key in _stored_keys(chain, "c-")})
+        stored = sorted({key.split("-")[1] for key in _stored_keys(chain, "c-")})
         records = {record.digest: record for record in _records(chain)}
         if model is not None:
-            records.setdefault(model.digest, model)
-        found = [
-            _look_up(chain, record, model, [part] if part and record is model else parts, tokens, salt, lora)
-            for record in records.values()
-        ]
+            records[model.digest] = model
+        found = []
+        for record in records.values():
+            content = Content(record, lora=question.lora, salt=question.salt)
+            content.extend(tokens)
+            if record is model:
+                mine = _look_up_asked(chain, content, question.parts, stored)
+                better = _otherwise(chain, mine, tokens, question.otherwise, asked or stored)
+                found.append(replace(mine, otherwise=better))
+            else:
+                found.append(_look_up(chain, content, model, stored))
     finally:
         chain.close(time.monotonic())  # nothing was written: there is nothing to wait for
     found.sort(key=lambda finding: (not finding.same, -finding.num_tokens, len(finding.differences)))
@@ -119,8 +181,13 @@ def explain(
         num_tokens=num_tokens,
         tiers=tiers,
         models=tuple(found),
-        verdict=_verdict(num_tokens, tiers, found, model),
+        verdict=verdict(num_tokens, tiers, found, question.unit_tokens),
     )
+
+
+def _asked(found: Explanation) -> ModelFinding:
+    """What was found of the model asked about, which comes first."""
+    return found.models[0]
 
 
 class _DownReasons:
@@ -150,34 +217,101 @@ def _records(chain: TierChain) -> list[ModelRecord]:
 
 
 def _look_up(
-    chain: TierChain,
-    record: ModelRecord,
-    model: ModelRecord | None,
-    parts: Sequence[str],
-    tokens: Tokens,
-    salt: bytes,
-    lora: bytes,
+    chain: TierChain, content: Content, model: ModelRecord | None, parts: Sequence[str]
 ) -> ModelFinding:
-    content = Content(record, lora=lora, salt=salt)
-    content.extend(tokens)
-    best: tuple[int, str, tuple[PieceFinding, ...]] = (0, "", ())
+    """The part that holds most of `content`."""
+    best: tuple[int, str, list[PieceFinding]] = (0, "", [])
     for digest in parts:
         pieces = _pieces(chain, content, digest)
-        held = 0
-        for piece in pieces:
-            if not piece.tiers:
-                break
-            held += piece.num_tokens
+        held = _in_a_row(pieces)
         if held > best[0] or not best[1]:
-            best = (held, digest, tuple(pieces))
+            best = (held, digest, pieces)
+    record = content.model
     return ModelFinding(
         record=record,
-        same=model is not None and record.digest == model.digest,
+        same=record is model,
         differences=() if model is None else tuple(differences(model, record)),
         part=best[1],
-        pieces=best[2],
+        pieces=tuple(best[2]),
         num_tokens=best[0],
     )
+
+
+def _look_up_asked(
+    chain: TierChain, content: Content, parts: Sequence[Part], stored: Sequence[str]
+) -> ModelFinding:
+    """Of the parts that are all needed the one that holds least, and any other that holds more."""
+    if not parts:
+        return _look_up(chain, content, content.model, stored)
+    asked = [_look_up(chain, content, content.model, [part.digest]) for part in parts]
+    least = min(asked, key=lambda finding: finding.num_tokens)
+    names = {part.digest for part in parts}
+    other = _look_up(chain, content, content.model, [digest for digest in stored if digest not in names])
+    if other.num_tokens <= least.num_tokens:
+        return least
+    part = next(part for part in parts if part.digest == least.part)
+    header = _header(chain, _first_key(content, other))
+    return replace(
+        least,
+        other_part=PartFinding(
+            digest=other.part,
+            num_tokens=other.num_tokens,
+            differences=() if header is None else _part_differences(part, header),
+        ),
+    )
+
+
+def _otherwise(
+    chain: TierChain,
+    asked: ModelFinding,
+    tokens: Tokens,
+    tried: Mapping[str, tuple[bytes, bytes]],
+    parts: Sequence[str],
+) -> dict[str, int]:
+    found = {}
+    for name, (lora, salt) in tried.items():
+        content = Content(asked.record, lora=lora, salt=salt)
+        content.extend(tokens)
+        held = _look_up(chain, content, asked.record, parts).num_tokens
+        if held > asked.num_tokens:
+            found[name] = held
+    return found
+
+
+def _first_key(content: Content, finding: ModelFinding) -> StorageKey:
+    """Of the first piece of a finding that holds something."""
+    num_tokens = finding.pieces[0].num_tokens
+    if num_tokens == content.model.chunk_tokens:
+        return chunk_key(finding.part, content.hashes[0])
+    return chunk_key(finding.part, dict(content.tail_hashes_after(0))[num_tokens])
+
+
+def _header(chain: TierChain, key: StorageKey) -> FrameHeader | None:
+    deadlines = chain.deadlines()
+    for frame, _ in chain.stream([key], chain.locate([key], chain.tiers, deadlines), deadlines):
+        with frame:
+            return frame.header
+    return None  # gone, late or damaged
+
+
+def _part_differences(asked: Part, stored: FrameHeader) -> tuple[FieldDifference, ...]:
+    """As far as a frame shows its part."""
+    sizes = {segment.raw_nbytes // stored.num_tokens for segment in stored.segments}
+    fields: tuple[tuple[str, str | int, str | int], ...] = (
+        ("part.content_format", asked.content_format, stored.content_format),
+        ("part.num_layers", asked.num_layers, len(stored.segments)),
+        ("part.token_nbytes", asked.segment_nbytes(1), max(sizes)),
+    )
+    return tuple(
+        FieldDifference(field=name, ours=ours, theirs=theirs)
+        for name, ours, theirs in fields
+        if ours != theirs
+    )
+
+
+def _in_a_row(pieces: Sequence[PieceFinding]) -> int:
+    """The tokens of the pieces that are held, up to the first that isn't."""
+    return sum(piece.num_tokens for piece in takewhile(lambda piece: piece.tiers, pieces))
 
 
 def _pieces(chain: TierChain, content: Content, part: str) -> list[PieceFinding]:
@@ -203,39 +337,3 @@ def _holders(chain: TierChain, keys: Sequence[StorageKey]) -> list[tuple[str, ..
     deadlines = chain.deadlines()
     held = {tier.name: tier.held(keys, deadlines.of(tier)) for tier in chain.tiers}
     return [tuple(name for name, flags in held.items() if flags[i]) for i in range(len(keys))]
-
-
-def _verdict(
-    num_tokens: int,
-    tiers: Sequence[TierFinding],
-    found: Sequence[ModelFinding],
-    model: ModelRecord | None,
-) -> str:
-    down = [f"{tier.name} ({tier.reason})" for tier in tiers if tier.state == "down"]
-    also = f" Not looked at, being down: {'; '.join(down)}." if down else ""
-    if num_tokens < TAIL_UNIT:
-        return f"{num_tokens} tokens are too few: KV is kept in multiples of {TAIL_UNIT} tokens.{also}"
-    mine = [finding for finding in found if finding.same]
-    best = next(iter(mine or found), None)
-    if best is not None and best.num_tokens:
-        if best.num_tokens >= num_tokens - num_tokens % TAIL_UNIT:
-            return f"It is a hit: {best.num_tokens} of {num_tokens} tokens are held.{also}"
-        return (
-            f"{best.num_tokens} of {num_tokens} tokens are held; the first piece that no tier holds starts "
-            f"at token {best.num_tokens}: a token differs there or before, or it was never stored, or it "
-            f"was evicted.{also}"
-        )
-    if model is not None:
-        others = [finding for finding in found if not finding.same]
-        if others and others[0].num_tokens:
-            fields = ", ".join(difference.field for difference in others[0].differences)
-            return (
-                f"Another model holds {others[0].num_tokens} of these tokens; this one differs from it in: "
-                f"{fields}.{also}"
-            )
-    if not found or all(not finding.part for finding in found):
-        return f"No tier holds any chunk of any model.{also}"
-    return (
-        "No stored model holds the start of this request: its first tokens differ from all that was "
-        f"stored (another prompt, salt or adapter), or they were evicted or never stored.{also}"
-    )

@@ -87,3 +87,8 @@ def test_explain_tells_a_hit_another_prompt_and_another_model_apart(
     other_model = explain("--model", "other", "--prompt", PROMPT)
     assert "Another model holds 288 of these tokens; this one differs from it in: " in other_model.stdout
     assert "rope_theta: stored 10000.0, asked about 500000.0" in other_model.stdout
+    assert other_model.exit_code == 1
+
+    salted = explain("--model", "model", "--prompt", PROMPT, "--salt", "a tenant")
+    assert salted.stdout.startswith("288 of these tokens are held, but under no salt; 0 are under")
+    assert salted.exit_code == 1

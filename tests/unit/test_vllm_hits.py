@@ -107,6 +107,7 @@ def test_what_was_in_memory_counts_for_it_and_what_came_from_disk_for_that(
         (60, 100, [("disk", 50), ("cpu", 50)], {"cpu": 40}),
         (0, 60, [("cpu", 20), ("disk", 20), ("cpu", 20)], {"cpu": 40, "disk": 20}),
         (50, 50, [("disk", 50)], {}),
+        (10, 60, [("", 30), ("disk", 30)], {"cpu": 20, "disk": 30}),
     ],
 )
 def test_the_tokens_of_a_hit_are_split_by_where_they_lie_in_the_prompt(

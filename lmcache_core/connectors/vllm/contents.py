@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lmcache_core.connectors.vllm.known_as import in_epoch, tell_adapter, tell_epoch
 from lmcache_core.errors import LMCacheError
 from lmcache_core.identity import Content, Extra, ModelRecord, encode, weights_fingerprint
 
@@ -33,6 +34,7 @@ class Contents:
     def new_epoch(self, epoch: bytes) -> None:
         """From now on nothing is shared with what was made before."""
         self._epoch = epoch
+        tell_epoch(epoch)
 
     def of(self, request: Any) -> Content | None:
         """The request's content, empty as yet; None for one that can't be named, which is logged once.
@@ -49,10 +51,10 @@ class Contents:
                 self._leave_out(f"the files of adapter {adapter.lora_name!r} can't be read, or have changed")
                 return None
             lora = fingerprint
-        if self._epoch:
-            lora = blake2b(encode([self._epoch, lora]), digest_size=32, person=b"lmcache-core e1").digest()
         salt = request.cache_salt
-        return Content(self._model, lora=lora, salt=b"" if salt is None else str(salt).encode())
+        return Content(
+            self._model, lora=in_epoch(lora, self._epoch), salt=b"" if salt is None else str(salt).encode()
+        )
 
     def grow(self, content: Content, request: Any, num_tokens: int) -> None:
         """Extends `content` to the request's first `num_tokens` tokens."""
@@ -87,10 +89,9 @@ class Contents:
             if name not in self._adapters:
                 weights = weights_fingerprint(folder)
                 config = (folder / "adapter_config.json").read_bytes()
-                self._adapters[name] = (
-                    state,
-                    blake2b(encode([weights, config]), digest_size=32, person=b"lmcache-core l2").digest(),
-                )
+                digest = blake2b(encode([weights, config]), digest_size=32, person=b"lmcache-core l2")
+                self._adapters[name] = state, digest.digest()
+                tell_adapter(adapter.lora_name, digest.digest())
         except (OSError, LMCacheError) as error:
             if name not in self._adapters:
                 log.warning("adapter %s: %s", adapter.lora_name, error)

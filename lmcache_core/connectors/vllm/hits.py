@@ -10,8 +10,9 @@ def split_by_tier(
 ) -> dict[str, int]:
     """How many of the tokens `[first, end)` each tier gave.
 
-    `sources` are (tier, tokens) from token 0 on, as a prefetch found them. What they don't tell of was in
-    memory before: it counts for the first tier of `mediums` (tier → medium, nearest first) that is memory.
+    `sources` are (tier, tokens) from token 0 on, as a prefetch found them. What they tell nothing of, or name
+    no tier for, was in memory before: it counts for the first of `mediums` (tier → medium, nearest first)
+    that is memory.
     """
     near = next((tier for tier, medium in mediums.items() if medium == "memory"), "memory")
     counts: dict[str, int] = {}
@@ -19,6 +20,6 @@ def split_by_tier(
     for tier, num_tokens in (*sources, (near, end)):
         low, high = max(position, first), min(position + num_tokens, end)
         if low < high:
-            counts[tier] = counts.get(tier, 0) + high - low
+            counts[tier or near] = counts.get(tier or near, 0) + high - low
         position += num_tokens
     return counts

@@ -12,6 +12,7 @@ from lmcache_core.config import CacheConfig
 from lmcache_core.connectors.vllm.grouped import GroupedCache
 from lmcache_core.connectors.vllm.groups import Group, common_block_tokens
 from lmcache_core.connectors.vllm.identity import WHOLE, group_name, in_order, model_record, rank_part
+from lmcache_core.connectors.vllm.known_as import tell_rank
 from lmcache_core.connectors.vllm.memory import Blocks, DeviceBlocks, blocks_of
 from lmcache_core.connectors.vllm.settings import ConnectorSettings, cache_config
 from lmcache_core.connectors.vllm.support import attention_groups, attention_specs
@@ -75,10 +76,10 @@ def open_rank(
     cache = _open_cache(config, model, groups, parts)
     with _lock:
         _caches[vllm_config.kv_transfer_config.engine_id] = cache
-    described = "; ".join(map(str, parts))
-    log.info("KV of %s: %s\n%s", vllm_config.model_config.model, described, cache.engines[0].stats())
     parallel = vllm_config.parallel_config
-    return Rank(parallel.rank % parallel.world_size, cache, blocks)
+    number = parallel.rank % parallel.world_size
+    tell_rank(vllm_config.kv_transfer_config.engine_id, number, model, parts, groups)
+    return Rank(number, cache, blocks)
 
 
 def cache_here(engine_id: str) -> GroupedCache | None:
