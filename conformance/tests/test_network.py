@@ -19,7 +19,7 @@ from lmcache_core_conformance import Fault, Unproven
 from lmcache_core_conformance.network import Proxy, ServerProcess, free_ports
 
 NBYTES = 64 << 10
-TIMEOUT_S = 1.0
+ENOUGH_S, SILENT_S = 30.0, 0.5
 SERVER = """
 import socketserver, sys
 
@@ -51,6 +51,7 @@ class Client:
     """One connection, made when it is first needed and after a failure, as a driver keeps it."""
 
     def __init__(self, port: int) -> None:
+        self.timeout_s = ENOUGH_S
         self._port = port
         self._socket: socket.socket | None = None
 
@@ -70,7 +71,8 @@ class Client:
         received = 0
         try:
             if self._socket is None:
-                self._socket = socket.create_connection(("127.0.0.1", self._port), TIMEOUT_S)
+                self._socket = socket.create_connection(("127.0.0.1", self._port), ENOUGH_S)
+            self._socket.settimeout(self.timeout_s)
             self._socket.sendall(request)
             while received < due:
                 piece = self._socket.recv(due - received)
@@ -83,8 +85,9 @@ class Client:
         return received
 
 
-def get_once(port: int) -> int:
+def get_once(port: int, timeout_s: float = ENOUGH_S) -> int:
     with contextlib.closing(Client(port)) as client:
+        client.timeout_s = timeout_s
         return client.get()
 
 
@@ -127,8 +130,10 @@ def client(proxy: Proxy) -> Iterator[Client]:
 def test_a_fault_is_felt_by_a_connection_that_was_there_and_passes(
     proxy: Proxy, client: Client, fault: str
 ) -> None:
+    client.timeout_s = SILENT_S if FELT[fault] is TimeoutError else ENOUGH_S
     with proxy.faulty(fault), pytest.raises(FELT[fault]):
         client.get()
+    client.timeout_s = ENOUGH_S
     with contextlib.suppress(ConnectionError):  # the connection may have been broken when the fault passed
         client.get()
     assert client.get() == NBYTES
@@ -137,7 +142,7 @@ def test_a_fault_is_felt_by_a_connection_that_was_there_and_passes(
 @pytest.mark.parametrize("fault", FELT)
 def test_a_fault_is_felt_by_a_new_connection(proxy: Proxy, fault: str) -> None:
     with proxy.faulty(fault), pytest.raises(FELT[fault]):
-        get_once(proxy.port)
+        get_once(proxy.port, SILENT_S if FELT[fault] is TimeoutError else ENOUGH_S)
     assert get_once(proxy.port) == NBYTES
 
 
@@ -148,15 +153,15 @@ def test_a_value_is_cut_on_its_way_in_too(proxy: Proxy, client: Client, fault: s
     assert client.put() == 1
 
 
-def test_a_trickling_value_comes_and_does_not_end(proxy: Proxy) -> None:
-    until, received = time.monotonic() + 0.3, 0
-    with proxy.faulty("trickling"), socket.create_connection(("127.0.0.1", proxy.port)) as connection:
+def test_a_trickling_value_comes_a_few_bytes_at_a_time(proxy: Proxy) -> None:
+    with (
+        proxy.faulty("trickling"),
+        socket.create_connection(("127.0.0.1", proxy.port), ENOUGH_S) as connection,
+    ):
         connection.sendall(b"get %d\n" % NBYTES)
-        while (left := until - time.monotonic()) > 0:
-            connection.settimeout(left)
-            with contextlib.suppress(TimeoutError):
-                received += len(connection.recv(1 << 16))
-    assert 0 < received < NBYTES
+        pieces = [len(connection.recv(NBYTES)) for _ in range(3)]
+    assert all(pieces)
+    assert sum(pieces) < 1000
 
 
 def test_a_delayed_answer_comes_late_and_whole(proxy: Proxy, client: Client) -> None:
@@ -250,7 +255,7 @@ def test_while_killed_it_is_gone_and_then_it_is_back_on_its_port(server: ServerP
 
 def test_while_frozen_connections_are_taken_and_nothing_is_answered(server: ServerProcess, port: int) -> None:
     with server.frozen(), pytest.raises(TimeoutError):
-        get_once(port)
+        get_once(port, SILENT_S)
     assert get_once(port) == NBYTES
 
 
@@ -269,19 +274,24 @@ def test_what_it_prints_is_kept_over_its_lives() -> None:
         (["no-such-server-binary"], "ended with 1.*no-such-server-binary: No such file"),
         ([sys.executable, "-c", "print('no licence')"], "ended with 0.*no licence"),
         ([sys.executable, "-c", "input()"], "ended with 1.*EOFError"),  # it has no input to wait for
-        (
-            [sys.executable, "-c", "import signal; print('hm', flush=True); signal.pause()"],
-            "does not serve.*hm",
-        ),
     ],
-    ids=["no program", "ends", "asks", "hangs"],
+    ids=["no program", "ends", "asks"],
 )
 @pytest.mark.parametrize("ready", ["serving", 0], ids=["line", "port"])
 def test_a_server_that_does_not_start_is_an_error_with_its_words(
     command: list[str], told: str, ready: str | int
 ) -> None:
-    server = ServerProcess(command, ready=ready or free_ports(1)[0], ready_within_s=1.5)
+    server = ServerProcess(command, ready=ready or free_ports(1)[0], ready_within_s=ENOUGH_S)
     with pytest.raises(RuntimeError, match=f"(?s){told}"):
+        server.start()
+    assert server.pid == 0
+
+
+@pytest.mark.parametrize("ready", ["serving", 0], ids=["line", "port"])
+def test_a_server_that_never_serves_is_an_error_and_is_killed(ready: str | int) -> None:
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    server = ServerProcess(command, ready=ready or free_ports(1)[0], ready_within_s=SILENT_S)
+    with pytest.raises(RuntimeError, match=r"does not serve after 0\.5 s"):
         server.start()
     assert server.pid == 0
 

@@ -26,7 +26,8 @@ class Proxy:
     """Stands in front of the servers with these ports of `host`, with a port of its own for each.
 
     It passes bytes and knows no protocol, so TLS may be inside. A value is cut by `RESET` and `HALF_CLOSED`
-    after 16 KiB in one direction: shorter ones pass whole.
+    after 16 KiB in one direction: shorter ones pass whole. For TCP only: a server on a Unix socket can still
+    be killed and frozen.
     """
 
     def __init__(self, targets: Sequence[int], *, host: str = "127.0.0.1") -> None:
