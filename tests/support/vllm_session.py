@@ -80,7 +80,11 @@ class Engine:
                 "kv_connector": "LMCacheCoreConnector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"config": dict(cache), **(settings or {})},
+                "kv_connector_extra_config": {
+                    "config": dict(cache),
+                    "prefetch_deadline": "60s",  # however slow the machine is, what is there is a hit
+                    **(settings or {}),
+                },
                 **(transfer or {}),
             }
         self.log = log

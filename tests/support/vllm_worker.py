@@ -74,7 +74,10 @@ def main() -> None:
         engine.flush()
         seen = engine.stats()
         return {
-            "tiers": {tier.name: {"entries": tier.entries, **tier.counters} for tier in seen.tiers},
+            "tiers": {
+                tier.name: {"state": tier.state, "entries": tier.entries, **tier.counters}
+                for tier in seen.tiers
+            },
             "leases": seen.memory.leases,
             "pins": len(engine._chain.pins.active()),
             "tracked": len(llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._tracked),

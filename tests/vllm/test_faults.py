@@ -28,7 +28,10 @@ def expected(plain: Engine) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, log: Path) -> Iterator[Engine]:
-    """Little memory for KV, so that running requests are preempted, and a tier that obeys the test."""
+    """Little memory for KV, so that running requests are preempted, and a tier that obeys the test.
+
+    Behind it there is one whose server doesn't run.
+    """
     cache = {
         "chunk_tokens": 256,
         "memory": {"staging": "32MiB"},
@@ -41,6 +44,7 @@ def engine(model: Path, log: Path) -> Iterator[Engine]:
                 "deadline": "400ms",
                 "breaker": {"failures": 1000},
             },
+            {"name": "gone", "backend": "redis", "options": {"url": f"unix://{log.parent}/no-server"}},
         ],
     }
     with Engine(
@@ -60,6 +64,12 @@ def test_preempted_requests_answer_as_others(engine: Engine, expected: list[list
         assert said(engine.generate(*REQUESTS)) == expected
     assert engine.ask("preemptions") > 0, "nothing was preempted: this test needs less KV memory"
     assert idle(engine)
+
+
+def test_a_tier_without_its_server_is_done_without(engine: Engine, expected: list[list[int]]) -> None:
+    assert said(engine.generate(*REQUESTS)) == expected
+    states = {name: tier["state"] for name, tier in engine.ask("stats")["tiers"].items()}
+    assert states == {"cpu": "up", "far": "up", "gone": "down"}
 
 
 def test_a_tier_that_fails_one_get_in_five_at_random(engine: Engine, expected: list[list[int]]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_session import Answer, Engine, Request, flip, save_llama, tokens
+from vllm_session import Answer, Engine, Request, flip, idle, save_llama, tokens
 
 WINDOW = 200
 """Neither whole blocks nor a whole chunk."""
@@ -82,11 +82,6 @@ def warm(first: Engine, expected: list[list[int]]) -> list[Answer]:
     return [first.generate(request)[0] for request in REQUESTS]
 
 
-def idle(engine: Engine) -> bool:
-    seen = engine.ask("stats")
-    return (seen["leases"], seen["pins"], seen["tracked"]) == (0, 0, 0)
-
-
 def test_vllm_keeps_three_groups_of_layers(first: Engine) -> None:
     assert first.ask("stats")["groups"] == [WINDOW, WINDOW, None]
 
@@ -118,6 +113,17 @@ def test_preempted_requests_answer_as_others(
     assert said(first.generate(*REQUESTS)) == expected
     assert first.ask("preemptions") > 0, "nothing was preempted: this test needs less KV memory"
     assert idle(first)
+
+
+def test_aborted_requests_hold_nothing(first: Engine, warm: list[Answer], expected: list[list[int]]) -> None:
+    """Before their first step, while they wait for KV, during prefill, and while they decode."""
+    for num_steps in (0, 1, 2, 3, 5, 8, 13):
+        for _ in range(2):  # from disk, and from memory
+            left = first.halfway(REQUESTS, num_steps, "abort")
+            assert left["running"] > 0
+            assert idle(first)
+        first.ask("clear", "cpu")
+    assert said(first.generate(*REQUESTS)) == expected
 
 
 def test_what_was_promised_and_is_gone_is_computed_and_the_engine_goes_on(

@@ -55,6 +55,16 @@ def cached(answers: list[Answer]) -> list[int]:
     return [answer.cached for answer in answers]
 
 
+def all_found(engine: Engine, expected: list[list[int]]) -> bool:
+    """Whether every prompt is found in the end: on a slow machine a transfer may miss its short deadline."""
+    for _ in range(10):
+        found = ask(engine)
+        assert said(found) == expected
+        if cached(found) == WHOLE:
+            return True
+    return False
+
+
 def slots(folder: Path) -> list[Path]:
     return [path for path in folder.glob("shard-*/slots/*/*") if path.stat().st_size > CHUNK_NBYTES]
 
@@ -111,12 +121,7 @@ def test_flipped_bytes_are_noticed_and_computed_anew(
         found = ask(engine)
         assert said(found) == expected
         assert cached(found) == [0] * len(PROMPTS)
-        for _ in range(5):  # a chunk that nobody has read yet is not known to be damaged
-            found = ask(engine)
-            assert said(found) == expected
-            if cached(found) == WHOLE:
-                break
-        assert cached(found) == WHOLE
+        assert all_found(engine, expected)  # a chunk that nobody has read yet is not known to be damaged
         assert engine.ask("metrics")["vllm:lmcache_core_tier_rejected_frames"] >= len(damaged)
 
 
@@ -212,7 +217,7 @@ def test_a_tier_that_fails_one_get_in_three(faulty: Engine, expected: list[list[
     assert faulty.ask("failed_gets") > 0
     faulty.ask("fail_gets", 0)
     assert said(faulty.generate(*PROMPTS)) == expected
-    assert cached(ask(faulty)) == WHOLE
+    assert all_found(faulty, expected)
 
 
 def test_a_tier_that_hangs_costs_a_request_its_deadline(faulty: Engine, expected: list[list[int]]) -> None:
@@ -220,14 +225,13 @@ def test_a_tier_that_hangs_costs_a_request_its_deadline(faulty: Engine, expected
     faulty.ask("hang", "get", True)
     assert said(ask(faulty)) == expected
     faulty.ask("hang", "get", False)
-    assert said(ask(faulty)) == expected
-    assert cached(ask(faulty)) == WHOLE
+    assert all_found(faulty, expected)
 
 
 def test_after_a_reset_nothing_of_before_is_used(faulty: Engine, expected: list[list[int]]) -> None:
-    assert cached(ask(faulty)) == WHOLE
+    assert all_found(faulty, expected)
     faulty.ask("reset")
     anew = ask(faulty)
     assert said(anew) == expected
     assert cached(anew) == [0] * len(PROMPTS)
-    assert cached(ask(faulty)) == WHOLE
+    assert all_found(faulty, expected)
