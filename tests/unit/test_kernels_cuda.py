@@ -46,8 +46,7 @@ def test_a_cuda_call_that_fails_is_an_error_with_its_numbers() -> None:
 
 
 def test_a_launch_that_fails_is_an_error_with_its_numbers() -> None:
-    from lmcache_core_kernels import abi
-
+    abi = pytest.importorskip("lmcache_core_kernels.abi")
     layout, frame = abi.Layout(None, 1, 1, 8, 64, 16, 512, 0), abi.Frame(num_tokens=20)
     device = CudaDevice(FakeCuda(abi.CUDA), 1)  # type: ignore[arg-type]
     text = "scatter of 20 tokens and 8 heads, rows of 512 bytes, among 64 slots on cuda:1: CUDA error 0, out"
