@@ -39,20 +39,20 @@ def waits_in_the_driver(event: threading.Event) -> None:
 
 
 def hang(work: Callable[[], None]) -> str:
-    """What is said of work that hangs."""
+    """What is said of work that hangs, and has come to that within a second on a busy machine."""
     with pytest.raises(Violation) as caught:
-        bounded(work, 0.2)
+        bounded(work, 1.0)
     return str(caught.value)
 
 
 def test_the_threads_of_a_race_and_of_the_backend_are_shown_where_they_hang() -> None:
     harness = SmallHarness(HangsInARace)
-    harness.limit_s = 0.5
+    harness.limit_s = 2.0
     harness.rounds = 30
     [result] = run(harness, properties=[RACE]).results
     assert result.verdict is Verdict.FAILED
     told = result.reason.splitlines()
-    assert told[0] == "still running after 0.5 s"
+    assert told[0] == "still running after 2 s"
     assert told[1] == "thread conformance-property, round 1 of 3:"
     assert "in get_many" in result.reason
     assert "in waits_in_the_driver" in result.reason
@@ -135,6 +135,21 @@ def test_the_round_is_that_of_the_loop_that_hangs() -> None:
     told = hang(work)
     ended.set()
     assert "thread conformance-property, round 2 of 3:" in told
+
+
+def test_a_property_that_hangs_at_work_is_stopped() -> None:
+    """Else it would take its share of the machine from those that follow."""
+    ended = threading.Event()
+
+    def work() -> None:
+        try:
+            while True:
+                sum(range(1000))
+        finally:
+            ended.set()
+
+    hang(work)
+    assert ended.wait(20)
 
 
 def test_many_threads_are_shown_by_their_first() -> None:

@@ -31,11 +31,11 @@ _rounds: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 
 
 class Hung(Violation):
-    """A property had not ended in its time. Its threads go on."""
+    """A property had not ended in its time. Its threads have been told to stop; one that waits goes on."""
 
 
 class Stopped(BaseException):
-    """Raised in the threads of a property when the run is interrupted. No Exception: nobody handles it."""
+    """Raised in the threads of a property that is given up. No Exception: nobody handles it."""
 
 
 def bounded(work: Callable[[], None], limit_s: float) -> None:
@@ -63,9 +63,12 @@ def bounded(work: Callable[[], None], limit_s: float) -> None:
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
-            raise Hung(f"still running after {limit_s:g} s\n{where_threads_stand()}")
+            stands = where_threads_stand()
+            _stop_threads()  # those that work, and do not wait, would go on beside the next property
+            raise Hung(f"still running after {limit_s:g} s\n{stands}")
     except KeyboardInterrupt:
-        _stop(thread)
+        _stop_threads()
+        thread.join(_STOPS_WITHIN_S)
         raise
     if not errors:
         return
@@ -142,9 +145,8 @@ def _new_threads() -> list[threading.Thread]:
     return sorted(new, key=lambda thread: not thread.name.startswith(_PREFIX))
 
 
-def _stop(thread: threading.Thread) -> None:
-    """Raises `Stopped` in the suite's own threads, so that each undoes its work, and waits for `thread`."""
+def _stop_threads() -> None:
+    """Raises `Stopped` in the suite's own threads, so that each undoes its work."""
     for own in _new_threads():
         if own.name.startswith(_PREFIX) and own.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(own.ident), ctypes.py_object(Stopped))
-    thread.join(_STOPS_WITHIN_S)

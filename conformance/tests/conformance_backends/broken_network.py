@@ -64,7 +64,10 @@ class WaitsForItsOwnTimeout(NetworkBackend):
         return super().put_one(item, _Stubborn(call))
 
 
-@breaks("a_trickling_answer_does_not_stretch_the_deadline")
+@breaks(
+    "a_trickling_answer_does_not_stretch_the_deadline",
+    also=("a_call_cancelled_while_its_answer_trickles_ends",),
+)
 class ArmsEachWaitAnew(NetworkBackend):
     def fill(self, sock: socket.socket, item: Item, nbytes: int, call: Call) -> None:
         super().fill(sock, item, nbytes, _Each(call))

@@ -60,7 +60,12 @@ class EncryptsInPlace(MemoryBackend):
 
 @breaks(
     "changing_the_source_after_a_put_changes_nothing",
-    also=("memory_is_let_go_of_when_its_item_is_settled", "a_put_keeps_no_view", *THROUGH_THE_CORE),
+    also=(
+        "memory_is_let_go_of_when_its_item_is_settled",
+        "a_put_keeps_no_view",
+        "a_batch_cancelled_under_way_settles_each_item_once_and_truly",
+        *THROUGH_THE_CORE,
+    ),
 )
 class RefersToTheSource(MemoryBackend):
     def gather(self, views: Sequence[View]) -> bytes:
@@ -71,7 +76,13 @@ class RefersToTheSource(MemoryBackend):
 
 @breaks(
     "nothing_is_written_after_a_get_is_settled",
-    also=("memory_is_let_go_of_when_its_item_is_settled", "a_get_keeps_no_view", *THROUGH_THE_CORE, *RACES),
+    also=(
+        "memory_is_let_go_of_when_its_item_is_settled",
+        "a_get_keeps_no_view",
+        "a_batch_cancelled_under_way_settles_each_item_once_and_truly",
+        *THROUGH_THE_CORE,
+        *RACES,
+    ),
 )
 class LandsLate(MemoryBackend):
     """Each get also writes into the memory of the one before."""
