@@ -163,11 +163,11 @@ class Call:
                     continue
                 base = address(layer[kind if case.pair else 0]) + case.offset + kind * strides.get("c", 0)
                 planes.append(abi.Plane(base, strides.get("h", 0), strides["n"], strides.get("s", 0)))
-        self._planes = (abi.Plane * len(planes))(*planes)
+        self.planes = (abi.Plane * len(planes))(*planes)
         num_planes = len(planes) // case.layers
         row_nbytes = case.kinds * case.row_nbytes // num_planes
         self.layout = abi.Layout(
-            ctypes.addressof(self._planes),
+            ctypes.addressof(self.planes),
             case.layers,
             num_planes,
             case.heads,

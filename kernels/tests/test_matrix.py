@@ -54,6 +54,30 @@ def test_streaming_stores_and_threads_move_the_same_bytes(axes: str, instruction
         matrix.check(LIBRARY, case, 1, twin=False)
 
 
+@pytest.mark.parametrize(("axes", "padded"), [("hnsd", "n"), ("nshd", "s"), ("nshd", "h")])
+def test_k_and_v_may_have_strides_of_their_own(axes: str, padded: str) -> None:
+    """Of heads alone, of blocks alone, of slots and blocks."""
+    slots = [0, 1, 5, 6, 11, 3]
+    keys = matrix.Case(axes, 1, 2, 3, 4, 8, slots=slots)
+    values = matrix.Case(axes, 1, 2, 3, 4, 8, paddings={padded: 1}, slots=slots)
+    rng = random.Random(1)
+    rows = {(0, *place): rng.randbytes(8) for place in keys.places()}
+
+    def move(name: str, tensors: list[list[list[bytearray]]], segments: list[bytearray]) -> list[bytearray]:
+        pair = [tensors[0][0][0], tensors[1][0][1]]
+        call = matrix.Call(keys, [pair], segments)
+        call.planes[1] = matrix.Call(values, [pair], segments).planes[1]
+        assert call.run(LIBRARY, name) == abi.OK
+        return pair
+
+    segments = [bytearray(2 * len(slots) * 16)]
+    move("lmck_gather", [matrix.written(case, rows, set(range(12))) for case in (keys, values)], segments)
+    assert segments == matrix.packed(keys, rows)
+    pair = move("lmck_scatter", [matrix.new_tensors(case) for case in (keys, values)], segments)
+    assert pair[0] == matrix.written(keys, rows, set(slots))[0][0]
+    assert pair[1] == matrix.written(values, rows, set(slots))[0][1]
+
+
 def test_rows_shorter_than_a_vector_may_lie_anywhere_in_large_calls(instructions: bool) -> None:
     if instructions:
         row_nbytes = {b"baseline": 12, b"avx2": 24, b"avx512": 48}[LIBRARY.lmck_instructions()]
