@@ -13,7 +13,7 @@ cd "$(dirname "$0")"
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 
-nvcc -arch=sm_90 -std=c++17 -O3 -Iinclude -DLMCK_BUILT_FOR='"sm_90"' csrc/device.cu csrc/runtime.cu gpu/check.cu -o "$build/check"
+nvcc -arch=sm_90 -std=c++17 -O3 -Iinclude -DLMCK_BUILT_FOR='"sm_90"' csrc/device.cu csrc/runtime.cu gpu/*.cu -o "$build/check"
 echo "built for sm_90 by $(nvcc --version | grep -o 'release [0-9.]*')"
 
 compile() { g++ -std=c++17 -O2 -fPIC -Iinclude -Icsrc -isystem third_party/xxhash -w "$@"; }
