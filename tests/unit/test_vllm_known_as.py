@@ -28,7 +28,7 @@ PARTS = [
     Part(layers=(0, 2), heads=(0, 2), content_format="test", content_nbytes=8, group="full attention"),
     Part(layers=(0, 4), heads=(0, 2), content_format="test", content_nbytes=8, group="window 512"),
 ]
-GROUPS = [Group(64), Group(128, 512)]
+GROUPS = [Group(48), Group(128, 512)]
 
 
 class Log:
@@ -64,7 +64,7 @@ def test_what_ranks_say_is_what_is_read(log: Log) -> None:
     known = log.read()
     assert known.model == MODEL
     assert (known.parts(0), known.parts(1)) == (PARTS[:1], [other]), "a window's part needn't be whole"
-    assert known.block_tokens == 128
+    assert known.block_tokens == 384
 
 
 def test_a_later_start_replaces_an_earlier_one_with_all_that_followed_it(log: Log) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from lmcache_core.connectors.vllm.groups import Group
+from lmcache_core.connectors.vllm.groups import Group, common_block_tokens
 from lmcache_core.errors import ConfigError
 from lmcache_core.identity import FieldDifference, ModelRecord, Part, encode
 
@@ -50,15 +50,19 @@ class Slice(msgspec.Struct, frozen=True):
     block_tokens: int
     window: int | None
 
-    @property
-    def part(self) -> Part:
-        return Part(
+    def read(self) -> tuple[Part, Group]:
+        """
+        Raises:
+            ValueError: there can be no such part.
+        """
+        part = Part(
             layers=self.layers,
             heads=self.heads,
             content_format=self.content_format,
             content_nbytes=self.content_nbytes,
             group=self.group,
         )
+        return part, Group(self.block_tokens, self.window)
 
 
 class RankLine(msgspec.Struct, frozen=True, tag="rank"):
@@ -123,7 +127,8 @@ class KnownAs:
     """What a log says of the engine that was started last."""
 
     model: ModelRecord
-    ranks: dict[int, list[Slice]] = field(default_factory=dict)
+    ranks: dict[int, list[tuple[Part, Group]]] = field(default_factory=dict)
+    """Each rank's attention groups."""
     epochs: list[bytes] = field(default_factory=lambda: [b""])
     """The last one is in force."""
     adapters: dict[str, list[bytes]] = field(default_factory=dict)
@@ -131,12 +136,13 @@ class KnownAs:
 
     def parts(self, rank: int) -> list[Part]:
         """Those that hold every token; where there are none, all."""
-        full = [each.part for each in self.ranks[rank] if each.window is None]
-        return full or [each.part for each in self.ranks[rank]]
+        full = [part for part, group in self.ranks[rank] if group.window is None]
+        return full or [part for part, _ in self.ranks[rank]]
 
     @property
     def block_tokens(self) -> int:
-        return max(each.block_tokens for slices in self.ranks.values() for each in slices)
+        """What every prefix that vLLM takes is a multiple of."""
+        return common_block_tokens([group for rank in self.ranks.values() for _, group in rank])
 
     def lora(self, adapter: str | None) -> bytes:
         """What requests with this adapter are known by now.
@@ -186,12 +192,10 @@ def read_log(file: Path) -> KnownAs:
             try:
                 match decoder.decode(said.strip()):
                     case RankLine() as line:
-                        model = ModelRecord(**line.model)
-                        for each in line.slices:
-                            each.part  # noqa: B018  # raises for what is no part
+                        model, rank = ModelRecord(**line.model), [each.read() for each in line.slices]
                         if known is None or line.engine != engine:
                             known, engine = KnownAs(model), line.engine
-                        known.ranks[line.rank] = line.slices
+                        known.ranks[line.rank] = rank
                     case EpochLine(epoch) if known is not None:
                         known.epochs.append(bytes.fromhex(epoch))
                     case AdapterLine(name, fingerprint) if known is not None:
