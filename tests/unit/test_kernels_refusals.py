@@ -295,6 +295,12 @@ def of_three(*nbytes: int) -> list[bytearray]:
     return [bytearray(each) for each in nbytes]
 
 
+def released() -> memoryview:
+    view = memoryview(bytearray(128))
+    view.release()
+    return view
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     ("second", "error"),
@@ -306,8 +312,9 @@ def of_three(*nbytes: int) -> list[bytearray]:
         ((range(2, 4), of_three(128, 128)), "2 payload segments for 3 layers in frame 1"),
         ((torch.tensor([2, 15]), of_three(128, 128, 128)), "slot 15 is not among 15"),
         ((range(2, 4), [*of_three(128, 128), object()]), "bytes-like object is required"),
+        ((range(2, 4), [*of_three(128, 128), released()]), "released memoryview"),
     ],
-    ids=["none", "read-only", "holes", "short", "missing", "slot", "no buffer"],
+    ids=["none", "read-only", "holes", "short", "missing", "slot", "no buffer", "released"],
 )
 def test_a_payload_is_free_again_after_each_call_and_each_refusal(
     second: tuple[range | torch.Tensor, list[bytearray]], error: str | None
