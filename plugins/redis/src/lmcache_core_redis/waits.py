@@ -12,12 +12,14 @@ import struct
 import sys
 from collections.abc import Sequence
 
-from lmcache_core.sdk import BackendUnavailable, Call, recv_into
+from lmcache_core.sdk import BackendUnavailable, Call
 
 _TIMEVAL = struct.Struct("@ll")
 _SLACK_S = 0.005
 """How much longer than the call a wait may be bounded by what was set for the wait before."""
 _TLS_SLICE_NBYTES = 1 << 18
+_TLS_WAIT_S = 0.5
+"""How long a wait for a record lasts, whatever trickles in, before it is asked whether it is still wanted."""
 _UNIX_SLICE_NBYTES = 1 << 16
 """A unix socket's time-out starts anew with each buffer of the kernel's; so much fits into one."""
 
@@ -59,24 +61,22 @@ class BoundedSocket:
         """Receives at least one byte, and no more than have come."""
         while True:
             if self._tls:
-                self._sock.settimeout(self._remaining())
+                self._sock.settimeout(min(self._remaining(), _TLS_WAIT_S))
             else:
                 self._bound(socket.SO_RCVTIMEO)
             try:
                 count = self._sock.recv_into(memory)
-            except BlockingIOError:
-                continue
+            except (BlockingIOError, TimeoutError):
+                continue  # to `remaining`, which raises once the call is late or cancelled
             if count == 0:
                 raise BackendUnavailable("the server closed the connection")
             return count
 
     def fill(self, memory: memoryview) -> None:
         """Receives all of `memory`. Raises as `send` does, and BackendUnavailable at the stream's end."""
-        if self._tls:
-            assert self.call is not None
-            recv_into(self._sock, memory, self.call)
-            return
         received = 0
+        while self._tls and received < len(memory):
+            received += self.receive_some(memory[received:])
         while received < len(memory):
             self._bound(socket.SO_RCVTIMEO)
             try:
