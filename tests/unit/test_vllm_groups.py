@@ -274,14 +274,23 @@ class Both(LocalLookups):
     several_ranks = True
 
 
-def scheduler(rank: Rank) -> SchedulerSide:
-    options: dict[str, Any] = {"prefetch_deadline_s": 1.0, "prefetches": 1, "pin_ttl_s": 60.0}
-    return SchedulerSide(Both(rank.cache), rank.cache.groups, loads=True, saves=True, tails=True, **options)
+def scheduler(rank: Rank, num_blocks: int = 100) -> SchedulerSide:
+    return SchedulerSide(
+        Both(rank.cache),
+        rank.cache.groups,
+        num_blocks=num_blocks,
+        loads=True,
+        saves=True,
+        tails=True,
+        prefetch_deadline_s=1.0,
+        prefetches=1,
+        pin_ttl_s=60.0,
+    )
 
 
-def request() -> Any:
+def request(name: str = "r") -> Any:
     return SimpleNamespace(
-        request_id="r",
+        request_id=name,
         prompt_token_ids=PROMPT,
         all_token_ids=PROMPT,
         num_tokens=len(PROMPT),
@@ -316,20 +325,38 @@ def test_a_request_waits_for_its_load_and_starts_anew_where_it_failed(rank: Rank
     rank.side.load(step)
     assert planned(side, another=1).saves == []
     side.reported(Report(step=step.number, failed={"r": 192}))
-    assert side.matched(each, 0) == (192, True)
-    side.allocated(each, (list(range(1, 13)), [0] * 9 + [10, 11, 12]), 192)
-    [load] = planned(side).loads
-    assert (load.first, load.end, load.content.num_tokens) == (0, 192, 192), "not what failed before"
-    rank.cache.release(load.lookup_ids[0])
+    assert side.matched(each, 0) == (0, False), "vLLM would count the blocks of a second load twice"
+    assert side.matched(request("another"), 0) == (320, True)
     side.finished("r")
+    side.finished("another")
+    assert rank.pins() == 0
+
+
+@pytest.mark.parametrize("end", ["computed", "gone"])
+def test_no_more_requests_wait_than_fit_when_all_are_taken_back(rank: Rank, end: str) -> None:
+    rank.keep(0, 320)
+    rank.keep(1, 320)
+    side = scheduler(rank, num_blocks=2 * (21 + 1) * 2 - 1)
+    first, second = request("first"), request("second")
+    assert side.matched(first, 0) == (320, True)
+    side.allocated(first, (list(range(1, 21)), [0] * 17 + [18, 19, 20]), 320)
+    assert side.matched(second, 0) == (None, False)
+    rank.side.load(planned(side))
+    assert side.matched(second, 0) == (None, False)
+    if end == "gone":
+        side.finished("first")
+    else:
+        side.allocated(first, (list(range(1, 22)), [0] * 17 + [18, 19, 20, 21]), 0)
+    assert side.matched(second, 0) == (320, True)
+    side.finished("second")
     assert rank.pins() == 0
 
 
 def test_nothing_waits_to_be_saved_for_a_load_that_nobody_computes_behind(rank: Rank) -> None:
     rank.keep(0, 320)
     rank.keep(1, 320)
-    side, waiting, other = scheduler(rank), request(), request()
-    other.request_id, other.cache_salt = "other", "salt"
+    side, waiting, other = scheduler(rank), request(), request("other")
+    other.cache_salt = "salt"
     side.matched(waiting, 0)
     side.matched(other, 0)
     side.allocated(waiting, (list(range(1, 21)), [0] * 17 + [18, 19, 20]), 320)

@@ -74,6 +74,7 @@ def clock() -> Clock:
 def make(engine: CacheEngine, clock: Clock) -> Callable[..., SchedulerSide]:
     def make(lookups: Any = None, **changes: Any) -> SchedulerSide:
         options: dict[str, Any] = {
+            "num_blocks": 100,
             "loads": True,
             "saves": True,
             "tails": True,
@@ -94,8 +95,10 @@ class Far(LocalLookups):
         super().__init__(alone(engine))
         self.has_far_tiers = True
         self.arrivals: list[Slow] = []
+        self.asked: list[Content] = []
 
     def bring_near(self, content: Content) -> Slow:
+        self.asked.append(content)
         self.arrivals.append(Slow())
         return self.arrivals[-1]
 
@@ -170,6 +173,38 @@ def test_what_the_engine_has_is_not_loaded_again(make: Any, engine: CacheEngine)
     assert side.matched(request(name="other"), 640) == (0, False)
 
 
+def test_what_the_engine_has_need_not_be_in_any_tier(make: Any, engine: CacheEngine) -> None:
+    engine.store(engine.content(PROMPT[:640]), Blocks(), mask=[False] * 512 + [True] * 128)
+    side = make()
+    assert side.matched(request(name="other"), 0) == (0, False)
+    assert side.matched(request(), 512) == (128, False)
+    side.allocated(request(), ([1, 2, 3, 4, 5, 6],), 128)
+    [load] = planned(side).loads
+    assert (load.first, load.end, load.content.num_tokens) == (512, 640, 640)
+
+
+def test_what_the_engine_has_is_not_brought_near(make: Any, engine: CacheEngine) -> None:
+    far = Far(engine)
+    assert make(far).matched(request(), 384) == (None, False)
+    [asked] = far.asked
+    content = engine.content(PROMPT)
+    assert asked.hashes == content.hashes[1:]
+    assert asked.tail_hashes_after(1) == content.tail_hashes_after(2)
+    assert asked.num_tokens == len(PROMPT) - CHUNK
+
+
+def test_what_the_engine_loses_meanwhile_is_looked_for_again(make: Any, engine: CacheEngine) -> None:
+    engine.store(engine.content(PROMPT[:512]), Blocks(), mask=[False] * 256 + [True] * 256)
+    far = Far(engine)
+    side, each = make(far, prefetches=2), request()
+    assert side.matched(each, 256) == (None, False)
+    assert side.matched(each, 0) == (None, False)
+    assert [asked.num_chunks for asked in far.asked] == [1, 2]
+    assert [arrival.cancelled for arrival in far.arrivals] == [True, False]
+    side.finished("r")
+    assert num_pins(engine) == 0
+
+
 def test_one_token_is_left_to_compute(make: Any, engine: CacheEngine) -> None:
     keep(engine, PROMPT[:512])
     assert make().matched(request(PROMPT[:512]), 0) == (511, False)
@@ -212,7 +247,11 @@ def test_what_failed_once_is_not_offered_to_the_request_again(make: Any, engine:
     engine.lookup_unpin(step.loads[0].lookup_ids[0][0])
     side.reported(Report(step=step.number, failed={"r": 256}))
     assert side.matched(request(), 0) == (256, False)
-    assert planned(side).confirmed == step.number
+    side.allocated(request(), ([1, 2, 3, 4, 5, 6],), 256)
+    again = planned(side)
+    assert again.confirmed == step.number
+    assert again.loads[0].content.num_tokens == 256, "not what failed before"
+    engine.lookup_unpin(again.loads[0].lookup_ids[0][0])
     assert side.matched(request(name="another"), 0) == (640, False)
 
 

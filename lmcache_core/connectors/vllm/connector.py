@@ -235,6 +235,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return SchedulerSide(
             lookups,
             self._groups,
+            num_blocks=self._kv_cache_config.num_blocks - 1,  # the null block is nobody's
             loads=self._transfer.is_kv_consumer,
             saves=self._transfer.is_kv_producer,
             tails=config.tails,

@@ -39,6 +39,11 @@ class Group:
         return NamedContent(content.model, names.hashes[chunks:], tails)
 
 
+def blocks_at_most(groups: Sequence[Group], num_tokens: int) -> int:
+    """How many blocks a request of `num_tokens` may take, with some tokens on top that are only guessed."""
+    return sum(-(-num_tokens // group.block_tokens) + 1 for group in groups)
+
+
 def common_block_tokens(groups: Sequence[Group]) -> int:
     """What every prefix that vLLM takes is a multiple of."""
     return math.lcm(*(group.block_tokens for group in groups))

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache_core.connectors.vllm.behind import behind
 from lmcache_core.connectors.vllm.contents import Contents, OnGrowth
-from lmcache_core.connectors.vllm.groups import Group, common_block_tokens, requests_wait
+from lmcache_core.connectors.vllm.groups import Group, blocks_at_most, common_block_tokens, requests_wait
 from lmcache_core.connectors.vllm.hits import split_by_tier
 from lmcache_core.connectors.vllm.lookups import Arrival, Held, Lookups
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
@@ -35,7 +36,10 @@ class _Tracked:
     """(tier, tokens) of what they gave, first token first."""
     hit: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the last load that was promised, by the tier they came from."""
+    first: int = 0
+    """The engine has the tokens before it, whole chunks: they are neither looked up nor brought near."""
     held: Held | None = None
+    """Counted from `first` on."""
     asked_at: float = 0.0
     """When `held` was pinned."""
     offer: NamedContent | None = None
@@ -58,6 +62,7 @@ class SchedulerSide:
         lookups: Lookups,
         groups: Sequence[Group],
         *,
+        num_blocks: int,
         loads: bool,
         saves: bool,
         tails: bool,
@@ -68,14 +73,19 @@ class SchedulerSide:
         on_growth: OnGrowth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_hit` is told how many tokens each tier gave, with every load that is promised.
+        """`num_blocks` is how many vLLM has for all requests together.
+
+        `on_hit` is told how many tokens each tier gave, with every load that is promised.
 
         `on_growth` hears of what requests' contents learn.
         """
         self._lookups = lookups
         self._chunk_tokens = lookups.model.chunk_tokens
         self._block_tokens = block_tokens = common_block_tokens(groups)
+        self._groups = groups
+        self._num_blocks = num_blocks
         self._requests_wait = requests_wait(groups)
+        self._waiting: dict[str, int] = {}  # requests that do → the blocks that each may take
         self._loads = loads
         self._saves = saves
         self._tails = tails
@@ -109,21 +119,24 @@ class SchedulerSide:
             self._let_go(tracked)  # no block is left that a load could save
             return 0, False
         self.contents.grow(tracked.content, request, request.num_tokens)
-        held = self._hold(tracked, most)
-        if held.num_tokens < most // self._unit * self._unit and not tracked.looked_far:
+        first = num_local // self._chunk_tokens * self._chunk_tokens
+        end = self._hold(tracked, first, most)
+        if end < most // self._unit * self._unit and not tracked.looked_far:
             if self._still_arriving(tracked):
                 return None, False
             tracked.looked_far = True
             self._end_arrival(tracked)
-            held = self._hold(tracked, most, again=True)
-        whole = held.num_tokens // self._block_tokens * self._block_tokens
+            end = self._hold(tracked, first, most, again=True)
+        whole = end // self._block_tokens * self._block_tokens
         # The last token is always computed: its logits are not stored.
         num_tokens = min(whole, request.num_tokens - 1) - num_local
         if num_tokens <= 0:
             self._release(tracked)
             return 0, False
+        if self._requests_wait and not self._may_wait(request):
+            return None, False
         if tracked.offer is None:
-            tracked.offer = NamedContent.of(tracked.content, held.num_tokens)
+            tracked.offer = NamedContent.of(tracked.content, end)
         tracked.num_local = num_local
         return num_tokens, self._requests_wait
 
@@ -134,9 +147,12 @@ class SchedulerSide:
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or num_tokens <= 0:
+            self._waiting.pop(request.request_id, None)
             if tracked is not None:
                 self._let_go(tracked)
             return
+        if self._requests_wait:
+            self._waiting[request.request_id] = blocks_at_most(self._groups, request.num_tokens)
         assert tracked.held is not None
         assert tracked.offer is not None
         first, end = tracked.num_local, tracked.num_local + num_tokens
@@ -194,11 +210,12 @@ class SchedulerSide:
         for request_id, first in report.failed.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                tracked.limit = first // self._chunk_tokens * self._chunk_tokens
+                tracked.limit = 0 if self._requests_wait else first // self._chunk_tokens * self._chunk_tokens
                 tracked.saved = min(tracked.saved, first)
 
     def finished(self, request_id: str) -> None:
         """The request is gone, however it ended."""
+        self._waiting.pop(request_id, None)
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
             self._let_go(tracked)
@@ -226,16 +243,26 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = _Tracked(request, content)
         return tracked
 
-    def _hold(self, tracked: _Tracked, most: int, *, again: bool = False) -> Held:
-        """What is pinned for the request: as it was found before, unless that is long ago."""
+    def _hold(self, tracked: _Tracked, first: int, most: int, *, again: bool = False) -> int:
+        """The end of what is pinned from `first` on: as it was found before, unless that is long ago."""
         now = self._clock()
-        if tracked.held is not None:
-            if not again and now < tracked.asked_at + self._repin_after_s:
-                return tracked.held
+        if first < tracked.first:  # the engine has lost some of what it had
+            self._end_arrival(tracked)
+            tracked.looked_far, again = False, True
+        if tracked.held is None or again or now >= tracked.asked_at + self._repin_after_s:
             self._release(tracked)
-        tracked.held = self._lookups.hold(tracked.content, most)
-        tracked.asked_at = now
-        return tracked.held
+            tracked.first, tracked.asked_at = first, now
+            tracked.held = self._lookups.hold(behind(tracked.content, first), most - first)
+        return tracked.first + tracked.held.num_tokens
+
+    def _may_wait(self, request: Any) -> bool:
+        """Whether all that wait fit into vLLM's memory at once, even if they must be computed from scratch.
+
+        One that is taken back has no blocks any more, but keeps its place: vLLM goes on to nobody behind it
+        until it has some, while those behind hold theirs.
+        """
+        wanted = blocks_at_most(self._groups, request.num_tokens) + sum(self._waiting.values())
+        return not self._waiting or wanted <= self._num_blocks
 
     def _still_arriving(self, tracked: _Tracked) -> bool:
         """Whether to wait for more from slower tiers; starts bringing it when there is room for that."""
@@ -247,7 +274,7 @@ class SchedulerSide:
         if tracked.arrival is None:
             self._arrivals = [arrival for arrival in self._arrivals if not arrival.done]
             if len(self._arrivals) < self._prefetches:
-                tracked.arrival = self._lookups.bring_near(tracked.content)
+                tracked.arrival = self._lookups.bring_near(behind(tracked.content, tracked.first))
                 self._arrivals.append(tracked.arrival)
                 tracked.arrival.wait(QUICK_S)
         arrived = tracked.arrival is not None and tracked.arrival.done
@@ -256,7 +283,8 @@ class SchedulerSide:
     def _end_arrival(self, tracked: _Tracked) -> None:
         if tracked.arrival is not None:
             tracked.arrival.cancel()
-            tracked.sources, tracked.arrival = tracked.arrival.sources, None
+            tracked.sources = [("", tracked.first), *tracked.arrival.sources]
+            tracked.arrival = None
 
     def _let_go(self, tracked: _Tracked) -> None:
         """Ends what the request waits for and holds; the next question starts anew."""
