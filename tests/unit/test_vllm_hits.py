@@ -51,6 +51,7 @@ def ask(engine: CacheEngine) -> Iterator[Callable[[str, int], Mapping[str, int]]
     side = SchedulerSide(
         lookups,
         [Group(BLOCK)],
+        num_blocks=100,
         loads=True,
         saves=True,
         tails=True,
