@@ -107,6 +107,8 @@ def test_groups_of_full_attention_and_of_windows_are_served_and_no_others() -> N
     assert attention_groups(groups(window, full)) == (Group(64, window=100), Group(128))
     with pytest.raises(UnsupportedModel, match="kind MambaSpec"):
         attention_groups(groups(full, MambaSpec()))
+    with pytest.raises(UnsupportedModel, match="attend to later tokens"):
+        attention_groups(groups(FullAttentionSpec(block_size=128, non_causal=True)))
     with pytest.raises(UnsupportedModel, match="without KV"):
         attention_groups(groups())
 

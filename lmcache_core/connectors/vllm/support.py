@@ -70,6 +70,8 @@ def _attention_spec(spec: Any) -> Any:
         raise UnsupportedModel(
             f"layers of kind {kind}: only full attention and sliding windows are supported"
         )
+    if getattr(spec, "non_causal", False):
+        raise UnsupportedModel("layers that attend to later tokens: their KV is no function of the prefix")
     return spec
 
 
