@@ -138,6 +138,6 @@ class WorkerSide:
         return not engine.store(save.content, source, mask=_after(skip, num_tokens)).num_skipped_tokens
 
 
-def _after(skip: int, num_tokens: int) -> list[bool] | None:
+def _after(skip: int, num_tokens: int) -> memoryview[bool] | None:
     """The mask of all tokens but the first `skip`."""
-    return [False] * skip + [True] * (num_tokens - skip) if skip else None
+    return memoryview(bytes(skip) + b"\1" * (num_tokens - skip)).cast("?") if skip else None
