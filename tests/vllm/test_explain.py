@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from vllm_adapters import RANK, save_adapter
 from vllm_session import Engine, Request, tokens
 
 from lmcache_core.cli.main import main
 
 PROMPT = tokens(700, seed=61)
 SALTED = tokens(700, seed=62)
+TUNED = tokens(700, seed=63)
 
 
 @pytest.fixture(params=[1])
@@ -62,10 +64,11 @@ def explain(tmp_path: Path, cache: dict[str, object]) -> Callable[..., str]:
 
 
 def test_a_hit_and_what_makes_each_kind_of_miss(
-    serve: Callable[..., Engine], explain: Callable[..., str]
+    serve: Callable[..., Engine], explain: Callable[..., str], tmp_path: Path
 ) -> None:
-    with serve("whole") as engine:
-        engine.generate(Request(PROMPT), Request(SALTED, salt="a tenant"))
+    adapter = ("tuned", 1, str(save_adapter(tmp_path / "adapter", seed=1)))
+    with serve("whole", enable_lora=True, max_lora_rank=RANK) as engine:
+        engine.generate(Request(PROMPT), Request(SALTED, salt="a tenant"), Request(TUNED, adapter=adapter))
         shutil.copy(engine.log, engine.log.with_name("first"))  # up to here
         assert engine.ask("reset")
     hit = explain("first", PROMPT, held=True)
@@ -77,6 +80,11 @@ def test_a_hit_and_what_makes_each_kind_of_miss(
     )
     assert "(another prompt, salt or adapter)" in explain("first", SALTED, held=False)
     assert explain("first", [*PROMPT[:300], *SALTED], held=True).startswith("256 of 1000 tokens are held;")
+
+    assert explain("first", TUNED, "--lora", "tuned", held=True).startswith("It is a hit: 640 of 700")
+    assert explain("first", TUNED, held=False).startswith(
+        "640 of these tokens are held, but under lora_request 'tuned'; 0 are under what was asked for."
+    )
 
     with serve("dtype", dtype="bfloat16"):
         pass  # it needn't have stored anything

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from vllm_adapters import RANK, save_adapter
 from vllm_session import Answer, Engine, Request, idle, tokens
 
-LAYERS, HIDDEN, RANK = 3, 128, 8
-WIDTHS = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
 PROMPT = tokens(700, seed=31)
 WHOLE = 640
-
-
-def save_adapter(folder: Path, *, seed: int) -> Path:
-    """An adapter as PEFT saves it, with random weights large enough to change what is said."""
-    drawn = np.random.default_rng(seed)
-    weights = {}
-    for layer in range(LAYERS):
-        for module, width in WIDTHS.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            for half, shape in (("lora_A", (RANK, HIDDEN)), ("lora_B", (width, RANK))):
-                weights[f"{name}.{half}.weight"] = drawn.normal(0, 0.3, shape).astype(np.float32)
-    folder.mkdir(exist_ok=True)
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(WIDTHS)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")
