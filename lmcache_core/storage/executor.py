@@ -331,7 +331,7 @@ class TierExecutor:
             if isinstance(transfer.job, ScanJob):
                 transfer.job.read_pages(attempt)
             else:
-                self._methods[transfer.operation](attempt.targets, attempt)
+                self._methods[transfer.operation](list(attempt.targets), attempt)  # a copy: it may change it
         except BaseException as raised:  # noqa: BLE001  (recorded boundary)
             closing = self._state is _State.CLOSED
             error = wrapped(raised, tier=self.tier, op=transfer.operation.value, closing=closing)

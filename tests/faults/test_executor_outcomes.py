@@ -277,6 +277,21 @@ def test_an_index_that_is_none_of_the_batch_settles_nothing(index: Any) -> None:
         assert scenario.counters["contract_breaches"] == 2  # the index, and the item left unsettled
 
 
+@pytest.mark.parametrize("change", [list.clear, list.reverse], ids=["emptied", "reversed"])
+def test_a_batch_that_the_backend_changes_is_judged_as_it_was_given(change: Any) -> None:
+    with Scenario() as scenario:
+
+        def put(items: Sequence[Item], call: Call) -> None:
+            change(items)
+            for index, nbytes in enumerate((FRAME_NBYTES, 4096)):
+                call.done(index, Outcome(status=Status.OK, nbytes=nbytes))
+
+        scenario.backend.put = put
+        job = scenario.submit(Operation.PUT, 1, 2)
+        assert job.statuses() == [Status.OK, Status.FAILED]  # the second one has another length
+        wait(job.is_finished)
+
+
 def test_items_may_be_settled_from_other_threads() -> None:
     with Scenario() as scenario:
 
