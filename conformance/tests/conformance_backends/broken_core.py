@@ -32,7 +32,7 @@ class TakesItsTimeToClose(MemoryBackend):
 
     def close(self) -> None:
         if self.values and threading.current_thread().name.startswith("lmcache-close"):
-            threading.Event().wait(0.7)
+            threading.Event().wait(2.5)
         super().close()
 
 

@@ -15,7 +15,7 @@ from conformance_backends.memory import MISS
 from conformance_backends.network import NetworkBackend
 from lmcache_core.errors import BackendError, BackendUnavailable, DeadlineExceeded, PermissionDenied
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import Call, Capabilities, Item, Outcome, Status, View
+from lmcache_core.storage.contract import Call, Capabilities, Item, Outcome, Page, Status, View
 
 # -- deadline ------------------------------------------------------------------------------------
 
@@ -62,6 +62,20 @@ class WaitsForItsOwnTimeout(NetworkBackend):
     def put_one(self, item: Item, call: Call) -> Outcome:
         call.remaining()
         return super().put_one(item, _Stubborn(call))
+
+
+@breaks("a_call_behind_a_stalled_one_keeps_its_own_deadline")
+class TakesTurns(NetworkBackend):
+    """One call after another, however long the one before takes."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.turn = threading.Lock()
+
+    @contextmanager
+    def connection(self, call: Call) -> Iterator[tuple[socket.socket, str]]:
+        with self.turn, super().connection(call) as connected:
+            yield connected
 
 
 @breaks(
@@ -191,6 +205,15 @@ class CallsADeadServerAMiss(NetworkBackend):
             return MISS
 
 
+@breaks("a_dead_server_is_a_failure_and_never_a_miss")
+class ScansADeadServerAsEmpty(NetworkBackend):
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        try:
+            return super().scan(call, prefix, cursor, limit)
+        except BackendUnavailable:
+            return Page(entries=[])
+
+
 @breaks(
     "a_server_that_comes_back_is_used_again",
     also=(
@@ -230,7 +253,7 @@ class ReadsOnAtTheEndOfFile(NetworkBackend):
         try:
             super().fill(sock, item, nbytes, call)
         except BackendUnavailable:
-            threading.Event().wait(min(call.remaining(), 1.0))
+            threading.Event().wait(min(call.remaining(), 5.0))
             raise
 
 

@@ -25,9 +25,9 @@ class SmallHarness(Harness):
     large_value_bytes = 2 * MIB
     limit_s = 20.0
     stalled_deadline_s = 0.04
-    slack_s = 0.5
-    threads_end_s = 0.05
-    meeting_s = 0.5
+    slack_s = 2.0
+    threads_end_s = 2.0
+    meeting_s = 1.0
     rounds = 30
     interruptions = 20
     examples = 15

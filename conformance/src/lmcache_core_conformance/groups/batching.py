@@ -88,6 +88,24 @@ class Batching(Group):
             check(call.raised is None, f"{name} of nothing raised {call.raised!r}")
             check(not call.out_of_range, f"{name} of nothing settled items {call.out_of_range}")
 
+    def test_a_batch_is_left_as_it_was_given(self) -> None:
+        """What is tried again is found by its place: sorted or emptied, one chunk's bytes are another's."""
+        store, values = self.bench.open(), self.some_values(self._batch(5))
+        values.sort(key=lambda pair: pair[1])  # in no order of keys or lengths
+        keys = [key for key, _ in values]
+        buffers = [Buffer([len(value)], content=value) for _, value in values]
+        given: list[Item] = [Item(key, b.views()) for key, b in zip(keys, buffers, strict=True)]
+        items, names = list(given), list(keys)
+        store.call(len(items), lambda call: store.backend.put_many(items, call))
+        check(items == given, "put_many changed the list of items that it was given")
+        store.call(len(items), lambda call: store.backend.get_many(items, call))
+        check(items == given, "get_many changed the list of items that it was given")
+        store.call(len(names), lambda call: store.backend.stat_many(names, call))
+        check(names == keys, "stat_many changed the list of keys that it was given")
+        if self.bench.capabilities.delete:
+            store.call(len(names), lambda call: store.backend.delete_many(names, call))
+            check(names == keys, "delete_many changed the list of keys that it was given")
+
     def test_a_batch_cancelled_before_it_starts_changes_nothing(self) -> None:
         """The engine has given the request up: its work takes the place of work that somebody waits for."""
         store, (key, value) = self.bench.open(), self.some_values(1)[0]

@@ -70,6 +70,9 @@ class Deadline(Group):
         }
         if self.bench.capabilities.shared:  # else it may know what it stored without asking
             calls["stat"] = lambda: store.stat(key)
+        if self.bench.capabilities.delete:
+            self.put(store, key_named("another"), value)
+            calls["delete"] = lambda: store.delete(key_named("another"))
         with deadline_of(store, self.bench.harness.stalled_deadline_s):
             for name, call in calls.items():
                 with Reach(self.bench, place).faulty(Fault.STALLED, store):
@@ -81,6 +84,24 @@ class Deadline(Group):
                         outcome.error is not None and outcome.error.retryable,
                         f"{name} of a stalled store failed with {outcome.error!r}, which is not retryable",
                     )
+        self.holds(store, key, value, "a value after its store had stalled")
+
+    @needs("max_in_flight")
+    def test_a_call_behind_a_stalled_one_keeps_its_own_deadline(self) -> None:
+        """Who waits for a lock or a connection that a hung call has waits as long as that one does."""
+        self.bench.require_medium("network", why=_NO_SERVER)
+        place = self.bench.place()
+        store, key = self.bench.open(place), key_named("stalled")
+        value = value_of(key, 1, self.bench.fit(2))
+        self.put(store, key, value)
+        with Reach(self.bench, place).faulty(Fault.STALLED, store):
+            first = self._stalled(store, key)
+            with deadline_of(store, self.bench.harness.stalled_deadline_s):
+                got = self._in_time("get behind a stalled one", lambda: store.get(key, len(value)))
+                check(got.status is Status.FAILED, f"get behind a stalled one: {got.status.name}")
+                put = self._in_time("put behind a stalled get", lambda: store.put(key_named("other"), value))
+                check(put.status is Status.FAILED, f"put behind a stalled get: {put.status.name}")
+        check(first.ended.wait(self.bench.harness.deadline_s), "a call did not end with the stall")
         self.holds(store, key, value, "a value after its store had stalled")
 
     def test_a_trickling_answer_does_not_stretch_the_deadline(self) -> None:

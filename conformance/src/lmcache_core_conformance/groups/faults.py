@@ -39,6 +39,11 @@ class Faults(Group):
             self._fails_retryably("get of an absent key", lambda: store.get(key_named("x"), PAGE).outcome)
             if self.bench.capabilities.shared:
                 self._fails_retryably("stat", lambda: store.stat(key))
+            if self.bench.capabilities.delete:
+                self._fails_retryably("delete", lambda: store.delete(key))
+            if self.bench.capabilities.scan:
+                listed = self._in_slack("scan", lambda: _listed(store))
+                check(listed is None or key in listed, "a scan of a dead server is one of an empty store")
 
     def test_a_server_that_comes_back_is_used_again(self) -> None:
         """Servers restart: a client that keeps its dead connection is down until the engine restarts, too."""
@@ -299,6 +304,14 @@ class Faults(Group):
         finally:
             backend.close()
             host.close()
+
+
+def _listed(store: Store) -> set[StorageKey] | None:
+    """What a scan lists; None where it fails."""
+    try:
+        return {entry.key for entry in store.scan()}
+    except LMCacheError:
+        return None
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:
