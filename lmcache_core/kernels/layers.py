@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from lmcache_core.kernels.checks import host_slots
+from lmcache_core.kernels.checks import HOLE, host_slots
 from lmcache_core.kernels.layout import PagedLayout
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class PagedLayers:
     all. `stream` is the engine's, as CUDA's handle: kernels run on it, behind what the engine has queued
     there and before what it queues next. Where a store or load ends early, copies may be in flight: the
     frames' memory is not used again until they have ended. On the host a move has ended when it returns.
+    A token in a hole is left out of loads, and can't be stored: frames are whole.
     """
 
     def __init__(self, copies: LayerCopies, slots: range | Tensor, *, stream: int | None = None) -> None:
@@ -75,13 +76,14 @@ class PagedLayers:
         """
         self._copies = copies
         self._slots = host_slots(0, slots, copies.layout.num_slots, set())
+        self._has_holes = isinstance(self._slots, array) and HOLE in self._slots
         self._stream = copies.current_stream() if stream is None else stream
 
     def gather_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
         """Queues the copy of a layer's KV to `segment`, which has it when `wait_gathered` returns.
 
         Raises:
-            ValueError: the layer, the tokens or the segment don't fit.
+            ValueError: the layer, the tokens or the segment don't fit, or a token has no slot.
             DeviceError: the device failed; the segment's contents are unknown.
         """
         self._move(layer, first_token, num_tokens, segment, gathering=True)
@@ -112,4 +114,8 @@ class PagedLayers:
         slots = self._slots[first_token : first_token + num_tokens]
         if len(slots) != num_tokens or first_token < 0 or num_tokens < 1:
             raise ValueError(f"{num_tokens} tokens from {first_token} on, of {len(self._slots)} slots")
+        if gathering and self._has_holes and isinstance(slots, array) and HOLE in slots:
+            raise ValueError(
+                f"token {first_token + slots.index(HOLE)} is in a hole: a frame without its KV can't be stored"
+            )
         self._copies.move(layer, slots, segment, self._stream, gathering=gathering)

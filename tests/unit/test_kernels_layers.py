@@ -80,6 +80,34 @@ def test_an_engine_stores_and_loads_layer_by_layer_on_the_host() -> None:
     assert expected(target, slots.tolist()) == expected(source, slots.tolist())
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_token_without_a_slot_is_left_out_of_loads_and_never_stored(where: str) -> None:
+    """What the frame's memory held before would be found as its KV."""
+    tokens, slots = prompt(1, 2 * CHUNK), torch.arange(2 * CHUNK)
+    device, source, target = LazyDevice(), random_layers(5), random_layers(6)
+
+    def by_layer(layers: list[torch.Tensor], slots: torch.Tensor) -> PagedLayers:
+        if where == "host":
+            return PagedKV.from_blocks(layers, axes="nhse").by_layer(slots)
+        return PagedLayers(staged(device, layers)[0], slots)
+
+    holed = slots.clone()
+    holed[CHUNK + 3] = -1
+    with engine_of(config_of(cpu())) as engine:
+        with pytest.raises(ValueError, match=f"token {CHUNK + 3} is in a hole"):
+            list(engine.store_layers(tokens, by_layer(source, holed)))
+        assert engine.lookup(tokens).num_tokens == 0
+        assert engine.stats().memory.leases == 0
+        list(engine.store_layers(tokens, by_layer(source, slots)))
+        list(engine.store_layers(prompt(2, CHUNK), by_layer(source, holed)))  # none in what is stored
+        loads = by_layer(target, holed)
+        assert [x.num_tokens for x in engine.retrieve_layers(tokens, loads)] == [2 * CHUNK] * LAYERS
+        device.finish()
+    kept = expected(random_layers(6), [CHUNK + 3])
+    assert expected(target, [CHUNK + 3]) == kept
+    assert expected(target, [CHUNK + 2, CHUNK + 4]) == expected(source, [CHUNK + 2, CHUNK + 4])
+
+
 def test_a_frame_given_up_early_is_not_used_again_while_a_copy_is_on_its_way(device: LazyDevice) -> None:
     pool = MemoryPool(1 << 20, huge_pages=False)
     staging, _ = staged(device, random_layers(1))
