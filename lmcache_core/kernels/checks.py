@@ -45,6 +45,18 @@ def check_range(slots: range, num_slots: int) -> None:
         raise ValueError(f"{slots} is not a range of consecutive slots among {num_slots}")
 
 
+def bytes_missing(tensor: Tensor) -> str:
+    """What is said of a tensor that has less memory than its strides reach; else nothing."""
+    if not tensor.numel():
+        return ""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    wanted = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    there = tensor.untyped_storage().nbytes()
+    if wanted <= there:
+        return ""
+    return f"of shape {list(tensor.shape)} reaches to byte {wanted} of a storage of {there}"
+
+
 def check_index(slots: Tensor) -> None:
     import torch
 
@@ -55,6 +67,9 @@ def check_index(slots: Tensor) -> None:
         raise ValueError(f"slots must be 1-D int32 or int64, not {slots.dtype} {list(slots.shape)}")
     if not slots.is_cpu:
         raise ValueError(f"slots are on {slots.device}; they are checked on the host, give them there")
+    missing = bytes_missing(slots)
+    if missing:
+        raise ValueError(f"a tensor of slots {missing}")
 
 
 def check_slots(frame: int, slots: range | Tensor, num_slots: int, seen: set[int] | None) -> None:

@@ -115,7 +115,6 @@ class PagedLayers:
         if len(slots) != num_tokens or first_token < 0 or num_tokens < 1:
             raise ValueError(f"{num_tokens} tokens from {first_token} on, of {len(self._slots)} slots")
         if gathering and self._has_holes and isinstance(slots, array) and HOLE in slots:
-            raise ValueError(
-                f"token {first_token + slots.index(HOLE)} is in a hole: a frame without its KV can't be stored"
-            )
+            token = first_token + slots.index(HOLE)
+            raise ValueError(f"token {token} is in a hole: a frame without its KV can't be stored")
         self._copies.move(layer, slots, segment, self._stream, gathering=gathering)

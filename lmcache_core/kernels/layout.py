@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import UnsupportedModel
+from lmcache_core.kernels.checks import bytes_missing
 from lmcache_core.kernels.overlap import check_planes, rows_of
 
 if TYPE_CHECKING:
@@ -230,13 +231,9 @@ def check_memory(index: int, tensor: Tensor) -> None:
         raise UnsupportedModel(f"tensor {index} is no tensor but {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise UnsupportedModel(f"tensor {index} is {tensor.layout}, not dense")
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    wanted = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
-    if tensor.untyped_storage().nbytes() < wanted:
-        raise UnsupportedModel(
-            f"tensor {index} of shape {_numbers(tensor)} reaches to byte {wanted} of a storage of "
-            f"{tensor.untyped_storage().nbytes()}"
-        )
+    missing = bytes_missing(tensor)
+    if missing:
+        raise UnsupportedModel(f"tensor {index} {missing}")
 
 
 def _check_alike(tensors: Sequence[Tensor], axes: str, *, num_keys: int | None = None) -> None:

@@ -212,6 +212,25 @@ def test_slots_and_payloads_that_do_not_fit_move_nothing(
     assert {byte for memory in payload for byte in bytes(memory)} == {0xA5}
 
 
+@pytest.mark.parametrize("nbytes", [0, 8])
+def test_slots_whose_memory_was_taken_away_are_refused(nbytes: int) -> None:
+    """Memory that isn't there would be read, or, having no address, be taken for a range of slots."""
+    layers = [torch.full(block_shape("cnshd"), SENTINEL) for _ in range(LAYERS)]
+    kv = PagedKV.from_blocks(layers, axes="cnshd")
+    slots = torch.tensor([9, 8])
+    slots.untyped_storage().resize_(nbytes)
+    for take in (
+        kv.by_layer,
+        lambda slots: kv.gather(slots, new_payload(2)),
+        lambda slots: kv.scatter(slots, new_payload(2)),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"slots of shape \[2\] reaches to byte 16 of a storage of {nbytes}"
+        ):
+            take(slots)
+    assert all(torch.all(tensor == SENTINEL) for tensor in layers)
+
+
 def test_scatter_refuses_a_slot_named_twice() -> None:
     kv = PagedKV.from_blocks(numbered_blocks("cnshd"), axes="cnshd")
     with pytest.raises(ValueError, match="named twice"):
