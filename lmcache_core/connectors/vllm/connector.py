@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,12 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_core.connectors.vllm.groups import common_block_tokens
 from lmcache_core.connectors.vllm.guard import guarded, nothing
-from lmcache_core.connectors.vllm.kv_events import RankNews
+from lmcache_core.connectors.vllm.kv_events import RankNews, wanted
 from lmcache_core.connectors.vllm.lookups import LocalLookups, Lookups
 from lmcache_core.connectors.vllm.metadata import AddressMetadata, ReportMetadata, StepMetadata
 from lmcache_core.connectors.vllm.metrics import ConnectorMetrics, ConnectorStats, Tally, hit_sources
 from lmcache_core.connectors.vllm.plan import Step
-from lmcache_core.connectors.vllm.publishing import NewsBatch, Publisher, wanted
 from lmcache_core.connectors.vllm.rank import cache_here, close_rank, open_rank
 from lmcache_core.connectors.vllm.ranks import RankAddress, RankLookups
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
@@ -33,6 +32,9 @@ from lmcache_core.connectors.vllm.settings import cache_config, read_settings
 from lmcache_core.connectors.vllm.support import attention_groups, check_config
 from lmcache_core.connectors.vllm.versions import check_version
 from lmcache_core.connectors.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from lmcache_core.connectors.vllm.publishing import NewsBatch, Publisher
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +194,11 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     @guarded(nothing)
     def get_kv_connector_kv_cache_events(self) -> NewsBatch | None:
         news = [] if self._news is None else self._news.take()
-        return NewsBatch(news) if news else None
+        if not news:
+            return None
+        from lmcache_core.connectors.vllm.publishing import NewsBatch
+
+        return NewsBatch(news)
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
@@ -228,6 +234,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def _make_scheduler(self, lookups: Lookups) -> SchedulerSide:
         if wanted(self._vllm_config) and any(group.window is None for group in self._groups):
+            from lmcache_core.connectors.vllm.publishing import Publisher
+
             self._publisher = Publisher(
                 self._vllm_config, self._kv_cache_config, self._groups, lookups.mediums
             )

@@ -24,6 +24,12 @@ MAX_TOKENS = 8 << 20
 ExtraKeys: TypeAlias = Sequence[tuple[Any, ...] | None]
 
 
+def wanted(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
 class News(NamedTuple):
     """A tier of one rank holds one part of a chunk, or no longer does."""
 

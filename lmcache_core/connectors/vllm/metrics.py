@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_core.events import BroughtNear, Event, FrameRejected, Retrieved, Stored, StoreShed
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 COUNTERS: Mapping[str, str] = {
     "loaded_tokens": "Prompt tokens whose KV was loaded into vLLM's blocks, over all ranks.",
@@ -30,17 +32,20 @@ TIER_COUNTERS: Mapping[str, str] = {
 }
 """These have a label `tier`."""
 
-_SOURCES = {"memory": CacheHitSource.HOST, "file": CacheHitSource.DISK}
-"""By medium. vLLM counts what comes over a network from a store as unspecified."""
-
 
 def hit_sources(
     by_tier: Mapping[str, int], mediums: Mapping[str, str], num_tokens: int
 ) -> dict[CacheHitSource, int]:
-    """A hit of `num_tokens` in vLLM's terms, from the tokens that each tier gave."""
+    """A hit of `num_tokens` in vLLM's terms, from the tokens that each tier gave.
+
+    vLLM counts what comes over a network from a store as unspecified.
+    """
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # the versions that ask for this have it
+
+    sources = {"memory": CacheHitSource.HOST, "file": CacheHitSource.DISK}
     counts: Counter[CacheHitSource] = Counter()
     for tier, count in by_tier.items():
-        counts[_SOURCES.get(mediums.get(tier, ""), CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
+        counts[sources.get(mediums.get(tier, ""), CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
     if counts.total() != num_tokens:  # vLLM has taken another hit than the one we know of
         return {CacheHitSource.EXTERNAL_UNSPECIFIED: num_tokens} if num_tokens else {}
     return dict(counts)

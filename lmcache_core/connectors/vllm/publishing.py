@@ -1,4 +1,7 @@
-"""KV events as vLLM carries them from its workers to its scheduler, and publishes them."""
+"""KV events as vLLM carries them from its workers to its scheduler, and publishes them.
+
+Imported only where they are wanted: it needs more of vLLM's insides than the connector does without.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +55,6 @@ class NewsBatch(KVConnectorKVEvents):  # type: ignore[misc]
 
     def clear_events(self) -> None:
         self._news = []
-
-
-def wanted(vllm_config: Any) -> bool:
-    """Whether vLLM publishes KV events."""
-    config = vllm_config.kv_events_config
-    return config is not None and bool(config.enable_kv_cache_events)
 
 
 class Publisher:
