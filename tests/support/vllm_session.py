@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import functools
+import multiprocessing
 import os
 import random
-import selectors
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vllm_worker import ANSWER
+from vllm_worker import run
 
-WORKER = Path(__file__).with_name("vllm_worker.py")
 START_S = 240.0
 ANSWER_S = 240.0
 
@@ -70,10 +69,10 @@ class Engine:
         environment: Mapping[str, str] | None = None,
         transfer: Mapping[str, object] | None = None,
         settings: Mapping[str, object] | None = None,
-        within: Sequence[str] = (),
+        room: tuple[Path, int] | None = None,
         **options: object,
     ) -> None:
-        """`within` is the start of a command that runs what follows it."""
+        """`room` is a folder where it has a file system of its own, empty and with so many bytes of room."""
         arguments: dict[str, object] = {"model": str(model), **OPTIONS, **options}
         if cache is not None:
             arguments["kv_transfer_config"] = {
@@ -88,20 +87,16 @@ class Engine:
                 **(transfer or {}),
             }
         self.log = log
-        with log.open("a") as out:
-            self._process = subprocess.Popen(
-                [*within, sys.executable, str(WORKER), json.dumps(arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=out,
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
-                text=True,
-            )
+        self._questions, theirs = multiprocessing.Pipe()
+        self._process = vllm_imported().Process(
+            target=run, args=(theirs, arguments, log, dict(environment or {}), room)
+        )
+        with theirs:
+            self._process.start()
         try:
             self._answer(START_S)
         except BaseException:
-            self._process.kill()
-            self._process.communicate()
+            self._kill()
             raise
 
     def generate(self, *requests: Request) -> list[Answer]:
@@ -116,17 +111,14 @@ class Engine:
         return answer
 
     def ask(self, verb: str, *arguments: object) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([verb, *arguments]) + "\n")
-        self._process.stdin.flush()
+        self._questions.send([verb, *arguments])
         return self._answer(ANSWER_S)
 
     def close(self) -> None:
         """Ends the process as a user would, and waits for it. Idempotent."""
-        assert self._process.stdout is not None
-        if not self._process.stdout.closed:
-            self._process.communicate(timeout=START_S)
-        assert self._process.returncode == 0, self.log.read_text()[-4000:]
+        self._questions.close()
+        self._process.join(START_S)
+        assert self._process.exitcode == 0, self.log.read_text()[-4000:]
 
     def __enter__(self) -> Self:
         return self
@@ -135,23 +127,40 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._process.kill()
-            self._process.communicate()
+            self._kill()
         else:
             self.close()
 
+    def _kill(self) -> None:
+        self._questions.close()
+        self._process.kill()
+        self._process.join()
+
     def _answer(self, timeout_s: float) -> Any:
-        assert self._process.stdout is not None
-        until = time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while selector.select(max(0.0, until - time.monotonic())):
-                line = self._process.stdout.readline()
-                if line.startswith(ANSWER):
-                    return json.loads(line.removeprefix(ANSWER))
-                if not line:
-                    break
-        raise AssertionError(f"vLLM gave no answer; its log ends:\n{self.log.read_text()[-6000:]}")
+        try:
+            if self._questions.poll(timeout_s):
+                return self._questions.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(START_S)
+        raise AssertionError(
+            f"vLLM gave no answer (exit code {self._process.exitcode}); its log ends:\n"
+            f"{self.log.read_text()[-6000:]}"
+        )
+
+
+@functools.cache
+def vllm_imported() -> ForkServerContext:
+    """Makes processes that have imported vLLM already: that takes longer than the rest of a start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.entrypoints.llm"])
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
 
 
 def idle(engine: Engine) -> bool:
@@ -164,12 +173,6 @@ def idle(engine: Engine) -> bool:
     return False
 
 
-def file_system(folder: Path, nbytes: int) -> list[str]:
-    """A command that runs another one, which alone sees a file system with so much room at `folder`."""
-    mounted = 'mount -t tmpfs -o size="$1" tmpfs "$0" && shift && exec "$@"'
-    return ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, str(folder), str(nbytes)]
-
-
 def tokens(num_tokens: int, seed: int = 0) -> list[int]:
     """A prompt that shares no chunk with another seed's."""
     drawn = random.Random(seed)
@@ -178,16 +181,19 @@ def tokens(num_tokens: int, seed: int = 0) -> list[int]:
 
 def save_llama(folder: Path, *, seed: int = 0, num_layers: int = 3, **changes: object) -> Path:
     """A tiny Llama with random weights, as vLLM reads it; `changes` are added to its config."""
-    code = (
-        "import sys, json; from tiny_models import llama; "
-        "changes = json.loads(sys.argv[3]); "
-        "model = llama(seed=int(sys.argv[1]), hidden_size=128, num_hidden_layers=int(sys.argv[2])); "
-        "model.config.update(changes); model.save_pretrained(sys.argv[4])"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(WORKER.parent)}
-    arguments = [str(seed), str(num_layers), json.dumps(changes), str(folder)]
-    subprocess.run([sys.executable, "-c", code, *arguments], env=environment, check=True, timeout=START_S)
+    process = vllm_imported().Process(target=_save_llama, args=(folder, seed, num_layers, changes))
+    process.start()
+    process.join(START_S)
+    assert process.exitcode == 0
     return folder
+
+
+def _save_llama(folder: Path, seed: int, num_layers: int, changes: Mapping[str, object]) -> None:
+    from tiny_models import llama  # torch comes with it, which is nothing for the test's own process
+
+    model = llama(seed=seed, hidden_size=128, num_hidden_layers=num_layers)
+    model.config.update(changes)
+    model.save_pretrained(folder)
 
 
 def flip(file: Path) -> None:

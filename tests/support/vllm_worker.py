@@ -1,23 +1,62 @@
-"""A process with one vLLM engine, driven by lines of JSON: `python vllm_worker.py OPTIONS` (of LLM)."""
+"""What runs in the process of one vLLM engine: does what a test asks, one thing after the other."""
 
 from __future__ import annotations
 
-import json
+import atexit
+import ctypes
+import faulthandler
+import gc
 import os
 import random
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-ANSWER = "@@answer "
+NEW_MOUNTS, NEW_USER = 0x0002_0000, 0x1000_0000
+PRIVATE_MOUNTS = 0x4000 | 0x4_0000
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever vLLM prints goes to the log
+def run(
+    questions: Connection,
+    options: Mapping[str, Any],
+    log: Path,
+    environment: Mapping[str, str],
+    room: tuple[Path, int] | None,
+) -> None:
+    """Serves until the other side closes. `options` are LLM's; `room` is a file system to mount: `Engine`."""
+    with log.open("a") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    faulthandler.enable()
+    os.environ.update(environment)
+    if room is not None:
+        mount(*room)
+    serve(questions, options)
+    gc.collect()
+    atexit._run_exitfuncs()  # as when a user's process ends; one of multiprocessing's leaves them out
+
+
+def mount(folder: Path, nbytes: int) -> None:
+    """An empty file system with so much room, which only this process sees. Needs no privileges."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.getuid(), os.getgid()
+
+    def check(result: int) -> None:
+        if result:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    check(libc.unshare(NEW_MOUNTS | NEW_USER))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    check(libc.mount(b"none", b"/", None, ctypes.c_ulong(PRIVATE_MOUNTS), None))
+    check(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), b"size=%d" % nbytes))
+
+
+def serve(questions: Connection, options: Mapping[str, Any]) -> None:
     from faulty_backends import Controls, faulty
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -162,10 +201,13 @@ def main() -> None:
             *(fail_gets, failed_gets, hang, lose_promises, lost_promises, lose_files, free_bytes),
         )
     }
-    answers.write(ANSWER + json.dumps("ready") + "\n")
-    for line in sys.stdin:
-        verb, *arguments = json.loads(line)
-        answers.write(ANSWER + json.dumps(verbs[verb](*arguments)) + "\n")
+    questions.send("ready")
+    while True:
+        try:
+            verb, *arguments = questions.recv()
+        except EOFError:
+            return
+        questions.send(verbs[verb](*arguments))
 
 
 def rank_cache() -> Any:
@@ -178,7 +220,3 @@ def rank_cache() -> Any:
 def resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-if __name__ == "__main__":
-    main()

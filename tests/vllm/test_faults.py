@@ -130,9 +130,13 @@ def test_a_tier_that_takes_nothing_in_time(engine: Engine, expected: list[list[i
 @pytest.mark.parametrize("hanging", [False, True])
 def test_aborted_requests_hold_nothing(engine: Engine, expected: list[list[int]], hanging: bool) -> None:
     """Before their first step, while KV is fetched for them, during prefill, and while they decode."""
+    beginning = Request(SHARED[:512], max_tokens=1)
     assert said(engine.generate(*REQUESTS)) == expected
     for num_steps in (0, 1, 2, 3, 5, 8, 13, 21):
         engine.ask("clear", "cpu")
+        assert (
+            engine.generate(beginning)[0].reason == "length"
+        )  # in memory, and pinned while the rest is awaited
         if hanging:
             engine.ask("hang", "get", True)
         left = engine.halfway(REQUESTS, num_steps, "abort")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_session import Answer, Engine, Request, file_system, idle, tokens
+from vllm_session import Answer, Engine, Request, idle, tokens
 
 SHARED = tokens(1024, seed=7)
 REQUESTS = [Request([*SHARED[: 256 * (i % 5)], *tokens(150 + 61 * i, seed=70 + i)]) for i in range(12)]
@@ -42,7 +42,7 @@ def engine(model: Path, log: Path, folder: Path) -> Iterator[Engine]:
         ],
     }
     little = {"kv_cache_memory_bytes": 26 * (CHUNK_NBYTES // 2), "max_model_len": 2048}
-    with Engine(model, log, cache, within=file_system(folder, ROOM), **little) as engine:
+    with Engine(model, log, cache, room=(folder, ROOM), **little) as engine:
         yield engine
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_session import Answer, Engine, Request, file_system, save_llama, tokens
+from vllm_session import Answer, Engine, Request, save_llama, tokens
 
 CHUNK_NBYTES = 3 * 2 * 128 * 2 * 32 * 4
 """Layers x KV heads x tokens x (K and V) x dim x float32: one block of vLLM's, and one of its chunks."""
@@ -160,7 +160,7 @@ def test_a_full_disk_keeps_what_it_can(
     """Its file system has room for half of the prompts' chunks, and the tier thinks that all would fit."""
     room = sum(WHOLE) // 128 // 2 * CHUNK_NBYTES
     transfer = on_disk(tmp_path)
-    with Engine(model, log, within=file_system(tmp_path, room), kv_transfer_config=transfer) as engine:
+    with Engine(model, log, room=(tmp_path, room), kv_transfer_config=transfer) as engine:
         for _ in range(2):
             assert said(ask(engine)) == expected
             assert said(engine.generate(*PROMPTS)) == expected
