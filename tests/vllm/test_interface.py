@@ -14,12 +14,18 @@ from lmcache_core.connectors.vllm.groups import NULL_BLOCK
 
 PROBE = """
 import inspect, json
+from types import SimpleNamespace
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as base, SupportsHMA
 from vllm.v1.core.block_pool import BlockPool
 from lmcache_core.connectors import vllm
 vllm.register(); vllm.register()
 ours = KVConnectorFactory.get_connector_class_by_name(vllm.NAME)
+ended = []
+made = object.__new__(ours)
+made._scheduler = SimpleNamespace(finished=ended.append)
+made.request_finished(SimpleNamespace(request_id="one group"), [1])
+made.request_finished_all_groups(SimpleNamespace(request_id="all groups"), ([1], [2]))
 def parameters(function):
     return [[each.name, each.kind.name] for each in inspect.signature(function).parameters.values()]
 theirs = {**vars(base), **vars(SupportsHMA)}
@@ -30,6 +36,7 @@ print("@@" + json.dumps({
     "ours": {n: parameters(f) for n, f in vars(ours).items() if n in hooks},
     "strays": [n for n in vars(ours) if n[0] != "_" and not hasattr(base, n) and n not in hooks],
     "groups": issubclass(ours, SupportsHMA),
+    "ended": ended,
     "null_block": BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16).null_block.block_id,
 }))
 """
@@ -88,3 +95,8 @@ def test_our_hooks_take_what_theirs_take(seen: Any) -> None:
         if any(kind == variable for _, kind in ours):
             continue
         assert ours == theirs, name
+
+
+def test_a_request_ends_by_whichever_hook_vllm_calls(seen: Any) -> None:
+    """Its MultiConnector calls the older one when a connector beside ours knows one group only."""
+    assert seen["ended"] == ["one group", "all groups"]

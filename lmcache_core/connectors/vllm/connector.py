@@ -109,6 +109,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def take_events(self) -> list[Any]:
         return [] if self._publisher is None else self._publisher.take()
 
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """What vLLM's MultiConnector calls when a connector beside ours knows one group only."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
     @guarded(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
