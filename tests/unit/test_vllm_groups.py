@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_core.connectors.vllm.blocks import RequestBlocks
 from lmcache_core.connectors.vllm.grouped import GroupedCache
 from lmcache_core.connectors.vllm.groups import Group, common_block_tokens, requests_wait
 from lmcache_core.connectors.vllm.lookups import LocalLookups
@@ -45,16 +46,17 @@ class Zeros:
 class Rank:
     """A rank with a group of full attention and one with a window, 40 numbered blocks each."""
 
-    def __init__(self, engine: CacheEngine) -> None:
-        self.cache = GroupedCache([FULL, SLIDING], [engine, engine.beside(part("window"))])
+    def __init__(self, engine: CacheEngine, window: int = WINDOW) -> None:
+        groups = [FULL, Group(BLOCK, window=window)]
+        self.cache = GroupedCache(groups, [engine, engine.beside(part("window"))])
         shape = (40, 2, BLOCK, 2)
         self.kv = [
             [torch.randn(shape, generator=torch.Generator().manual_seed(10 * g + i)) for i in range(2)]
             for g in range(2)
         ]
-        blocks = [OpaqueBlocks(layers) for layers in self.kv]
+        self.blocks = [OpaqueBlocks(layers) for layers in self.kv]
         self.lost: list[int] = []
-        self.side = WorkerSide(self.cache, blocks, rank=0, on_lost=self.lost.append)
+        self.side = WorkerSide(self.cache, self.blocks, rank=0, on_lost=self.lost.append)
 
     def keep(self, group: int, num_tokens: int, skip: int = 0) -> None:
         mask = [False] * skip + [True] * (num_tokens - skip)
@@ -248,6 +250,27 @@ def test_a_chunk_whose_end_has_lost_something_it_sees_is_not_stored(rank: Rank) 
     assert rank.held(1, 64, 128) == 0
     assert rank.held(1, 128, 192) == 64
     assert rank.held(0, 0, 192) == 192
+
+
+def test_a_chunk_is_not_stored_without_what_its_last_token_sees(tmp_path: Path) -> None:
+    """A hit may leave that token to compute: here what it sees begins a block earlier than for the next."""
+    config = {"chunk_tokens": CHUNK, "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}]}
+    with CacheEngine(config, model=MODEL, part=part("full")) as engine:
+        rank = Rank(engine, window=BLOCK + 1)
+        rank.save(128, list(range(1, 9)), [0, 0, 0, 0, 0, 0, 0, 8])
+        assert rank.held(1, 64, 128) == 0
+        rank.save(128, list(range(1, 9)), [0, 0, 0, 0, 0, 0, 7, 8])
+        assert rank.held(1, 64, 128) == 64
+
+
+def test_what_is_gathered_of_null_blocks_is_zeros_whatever_memory_held(rank: Rank) -> None:
+    """It is somebody else's KV: frames are memory that was used before."""
+    payload = [memoryview(bytearray(b"\xff" * (4 * rank.blocks[1].block_nbytes))) for _ in range(2)]
+    RequestBlocks(rank.blocks[1], BLOCK, [0, 0, 3, 4]).gather(0, CHUNK, payload)
+    for segment in payload:
+        null, real = segment[: len(segment) // 2], segment[len(segment) // 2 :]
+        assert null == bytes(len(null))
+        assert real != bytes(len(real))
 
 
 def test_a_null_block_behind_others_is_never_read_or_written(rank: Rank) -> None:
