@@ -27,6 +27,9 @@ class LayerCopies(Protocol):
 
     def wait(self, *, gathering: bool) -> None: ...
 
+    def sweep(self) -> None:
+        """Lets go of memory whose copies have ended."""
+
 
 class LayerMover(Protocol):
     """What moves the frames of one layer on the host."""
@@ -57,6 +60,9 @@ class HostCopies:
     def wait(self, *, gathering: bool) -> None:
         pass
 
+    def sweep(self) -> None:
+        pass
+
 
 class PagedLayers:
     """Moves layers between frames and the KV of one request, whose token i lies in `slots[i]`.
@@ -74,6 +80,7 @@ class PagedLayers:
         Raises:
             ValueError: a slot is out of bounds or named twice.
         """
+        copies.sweep()  # nobody waited for the last load: its frames are room for this request's
         self._copies = copies
         self._slots = host_slots(0, slots, copies.layout.num_slots, set())
         self._has_holes = isinstance(self._slots, array) and HOLE in self._slots

@@ -91,11 +91,20 @@ class Lane:
 
         A view that is kept keeps a frame's memory from being used again, whoever released the frame.
         """
-        while self._in_flight and self._device.is_done(self._in_flight[0][0]):
-            self._idle.append(self._in_flight.popleft()[0])
+        self._let_go()
         event = self._idle.pop() if self._idle else self._new_event()
         self._in_flight.append((event, memory))
         return event
+
+    def sweep(self) -> None:
+        """Lets go of memory whose copies have ended. Never blocks: a thread at work here sweeps by itself."""
+        if self.lock.acquire(blocking=False):
+            try:
+                if not self._failure:  # else events may say less than was queued
+                    with suppress(DeviceError):
+                        self._let_go()
+            finally:
+                self.lock.release()
 
     def wait(self) -> None:
         with self.lock:
@@ -124,6 +133,10 @@ class Lane:
             self._in_flight.clear()
             with suppress(DeviceError):
                 self._made.close()
+
+    def _let_go(self) -> None:
+        while self._in_flight and self._device.is_done(self._in_flight[0][0]):
+            self._idle.append(self._in_flight.popleft()[0])
 
     def _new_event(self) -> int:
         event = self._device.new_event()
@@ -161,6 +174,13 @@ class Staging:
         """Waits for what is in flight, then frees the device memory. Idempotent; later moves start anew."""
         with self._lock:
             _close(self._lanes)
+
+    def sweep(self) -> None:
+        """Lets go of memory whose copies have ended, in both directions. Never blocks."""
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.sweep()
 
     def check_segment(
         self, frame: int, layer: int, num_tokens: int, segment: memoryview, *, gathering: bool
@@ -272,6 +292,7 @@ class StagedMover:
 
     def move(self, frames: Sequence[tuple[range | Tensor, Sequence[memoryview]]], *, gathering: bool) -> None:
         staging = self.staging
+        staging.sweep()
         frames = snapshot(frames)
         seen: set[int] | None = None if gathering else set()
         checked, segments = [], []

@@ -16,7 +16,7 @@ from staged_kv import (
     staged,
 )
 
-from lmcache_core.kernels import PagedKV, PagedLayers, paged
+from lmcache_core.kernels import DeviceError, PagedKV, PagedLayers, paged
 from lmcache_core.memory import MemoryPool
 
 
@@ -122,6 +122,50 @@ def test_a_frame_given_up_early_is_not_used_again_while_a_copy_is_on_its_way(dev
     assert pool.stats().used_bytes > 0
     staging.wait(gathering=True)
     pool.check()
+    assert pool.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("first", ["a load", "a store given up"])
+def test_the_next_request_has_the_memory_of_frames_whose_copies_have_ended(
+    device: LazyDevice, first: str
+) -> None:
+    """Else a pool that one request filled stays full: nothing more is stored, so nothing is loaded."""
+    tokens, other = prompt(1, 3 * CHUNK), prompt(2, 3 * CHUNK)
+    staging, _ = staged(device, random_layers(5))
+    config = config_of(
+        cpu(capacity="64KiB"),
+        memory={"staging": "32KiB", "huge_pages": False},
+        allocate_deadline="1ms",
+    )
+    with engine_of(config) as engine:
+        if first == "a load":
+            list(engine.store_layers(tokens, PagedLayers(staging, range(3 * CHUNK))))
+            list(engine.retrieve_layers(tokens, PagedLayers(staging, range(3 * CHUNK))))
+        else:
+            storing = engine.store_layers(tokens, PagedLayers(staging, range(3 * CHUNK)))
+            next(storing)
+            storing.close()
+        assert engine.stats().memory.quarantined_bytes > 0
+        device.finish()
+        layers = PagedLayers(staging, range(3 * CHUNK))
+        assert engine.stats().memory.quarantined_bytes == 0
+        list(engine.store_layers(other, layers))
+        assert engine.lookup(other).num_tokens == 3 * CHUNK
+
+
+def test_after_a_failure_the_next_request_does_not_take_copies_for_ended() -> None:
+    """An event that could not be recorded says nothing of the copy before it."""
+    device = LazyDevice(failing="record", fail_after=2)
+    staging, _ = staged(device, random_layers(1))
+    pool = MemoryPool(1 << 20, huge_pages=False)
+    lease = pool.try_allocate(HEADS * 8 * CONTENT, owner="test")
+    assert lease is not None
+    with pytest.raises(DeviceError):
+        PagedLayers(staging, range(8)).gather_layer(0, 0, 8, lease.memory[:])
+    lease.release()
+    PagedLayers(staging, range(8))
+    assert pool.stats().used_bytes > 0
+    staging.close()
     assert pool.stats().used_bytes == 0
 
 

@@ -195,6 +195,7 @@ def test_arguments_that_make_no_sense_are_value_errors(build: Callable[[], objec
         (range(2), [bytearray(b"\xa5" * 129)] * 3, "segment 0 of frame 0 must be 128 .* not 129"),
         (range(2), new_payload(3), "segment 0 of frame 0 must be 128"),
         (range(2), new_payload(2)[:2], "2 payload segments for 3 layers"),
+        (range(2), [*new_payload(2), *new_payload(2)], "6 payload segments for 3 layers"),
         (range(2), [memory[::2] for memory in new_payload(4)], "contiguous"),
     ],
     ids=lambda value: None if isinstance(value, list) else str(value),  # a payload's text is an address
