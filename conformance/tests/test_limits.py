@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from conformance_backends.asynchronous import LastFirst
 from conformance_backends.harness import SmallHarness
 from conformance_backends.limited import TakesItsTime, TakesRoomInLargeSteps
 from conformance_backends.memory import MemoryBackend
@@ -28,6 +29,12 @@ def test_a_slow_backend_is_tried_less_hard_instead_of_found_hung(name: str) -> N
 
     result = run(FewSeconds(TakesItsTime), properties=[name]).results[0]
     assert result.verdict is Verdict.PASSED, result.reason
+
+
+def test_a_batch_may_be_worked_through_from_its_end() -> None:
+    """Of two values put under one key in a batch, either may win."""
+    report = run(SmallHarness(LastFirst), groups=["batching", "round-trip"])
+    assert not report.failed, [result.reason for result in report.of(Verdict.FAILED)]
 
 
 def test_a_fast_backend_is_tried_as_hard_as_the_harness_says() -> None:

@@ -61,3 +61,15 @@ class AsynchronousBackend(MemoryBackend):
         except BackendError as error:
             outcome = Outcome(status=Status.FAILED, error=error.with_traceback(None))
         call.done(index, outcome)
+
+
+class LastFirst(AsynchronousBackend):
+    """Right, and odd: works through each batch from its end."""
+
+    def each(self, things: Sequence[T], call: Call, one: Callable[[T], Outcome]) -> None:
+        call.remaining()
+        with self.accepting:
+            if self.closed:
+                raise BackendClosed("closed")
+            for index, thing in reversed(list(enumerate(things))):
+                self.hand_over(index, thing, call, one)
