@@ -142,7 +142,7 @@ class LayerLoaded(Event):
     """What was read for this layer, headers included; 0 where whole frames were."""
     requested_at: float
     arrived_at: float
-    """When its last range had come and was verified."""
+    """When its last range, and every whole frame, had come and was verified; never before `requested_at`."""
     scattered_at: float
 
 

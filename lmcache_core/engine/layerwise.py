@@ -64,16 +64,17 @@ class LayerwiseLoad:
             for layer in range(min(WINDOW, num_layers)):
                 requested_at.append(self._request(layer))
             self._take_whole(whole)
+            whole_at = self._chain.now() if whole else 0.0
             for layer in range(num_layers):
                 nbytes = self._scatter(layer)
-                arrived_at = max((frame.arrived_at for frame in self._layered.values()), default=0.0)
+                arrived_at = [frame.arrived_at[layer] for frame in self._layered.values()]
                 self._emit(
                     LayerLoaded(
                         layer=layer,
                         num_tokens=self._num_tokens(),
                         nbytes=nbytes,
                         requested_at=requested_at[layer],
-                        arrived_at=max(arrived_at, requested_at[layer]),
+                        arrived_at=max(requested_at[layer], whole_at, *arrived_at),
                         scattered_at=self._chain.now(),
                     )
                 )

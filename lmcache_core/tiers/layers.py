@@ -31,7 +31,7 @@ class LayeredFrame:
     ) -> None:
         self.tier = tier
         self.header: FrameHeader | None = None
-        self.arrived_at = 0.0  # the segment that came last
+        self.arrived_at = [0.0] * len(expected.segments)
         self._copy = copy
         self._expected = expected
         self._clock = clock
@@ -99,7 +99,7 @@ class LayeredFrame:
             self._lost = not good
             self._token = outcome.token
             self.header = header if good else None
-        self.arrived_at = self._clock()
+        self.arrived_at[0] = self._clock()
         self._tickets[0].deliver(lease, "" if good else why(outcome))
         for index, waiting, came in early:
             if good:
@@ -117,7 +117,7 @@ class LayeredFrame:
             if not two_copies:  # else each may be whole
                 self.tier.reads.reject(self._copy.key, str(error))
             return
-        self.arrived_at = self._clock()
+        self.arrived_at[index] = self._clock()
         self._tickets[index].deliver(lease)
 
     def _refuse(self, index: int, lease: Lease, reason: str) -> None:

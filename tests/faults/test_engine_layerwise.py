@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +26,10 @@ from cache_scenario import (
 from faulty_backends import Controls, faulty
 
 from lmcache_core.engine import CacheEngine, LoadedLayer
-from lmcache_core.engine.layerwise import GRACE_S
 from lmcache_core.engine.loading import MISFIT
 from lmcache_core.events import FrameRejected, LayerLoaded, Retrieved, Stored
 from lmcache_core.frame import PAGE_NBYTES, Segment, parse_header, seal
-from lmcache_core.memory import Lease
 from lmcache_core.sdk import Capabilities, StorageKey
-from lmcache_core.tiers.layers import LayeredFrame
 
 PATIENCE_S = 20.0
 LAST_OFFSET = LAYERS * PAGE_NBYTES  # where the last layer starts: a page each, one for the header
@@ -254,28 +250,6 @@ def test_two_copies_seen_by_two_ranges_are_no_hit_and_the_newer_one_stays() -> N
         assert load(engine, TOKENS[:CHUNK]) == [CHUNK] * (LAYERS - 1) + [0]
         assert not recorder.of(FrameRejected)
         assert key in controls.values
-        settle(engine)
-
-
-def test_the_time_in_which_the_engine_computes_a_layer_is_not_the_tiers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    controls, now, waits = Controls(), [time.monotonic()], []
-    controls.capabilities = RANGED
-    take = LayeredFrame.take
-
-    def noted(self: LayeredFrame, layer: int, timeout_s: float) -> Lease | None:
-        waits.append(timeout_s)
-        return take(self, layer, timeout_s)
-
-    monkeypatch.setattr(LayeredFrame, "take", noted)
-    with build(controls, remote()) as engine:
-        store(engine, TOKENS[:CHUNK])
-        settle(engine)
-        engine._chain._clock = lambda: now[0]
-        for _ in engine.retrieve_layers(TOKENS[:CHUNK], LayeredKV(TOKENS)):
-            now[0] += 3600
-        assert waits == pytest.approx([PATIENCE_S + GRACE_S] * LAYERS)
         settle(engine)
 
 
