@@ -201,6 +201,22 @@ def test_layers_outside_the_slots_are_refused() -> None:
         PagedLayers(staging, torch.tensor([3, 3]))
 
 
+def test_layers_are_moved_on_the_stream_that_was_given() -> None:
+    device, source = LazyDevice(), random_layers(1)
+    staging, _ = staged(device, source)
+    theirs = device.new_stream()
+    device.queue(lambda: overwrite(source, 0x44), theirs)
+    layers, payload = PagedLayers(staging, range(20), stream=theirs), room_for(20)
+    layers.gather_layer(0, 0, 20, payload[0])
+    layers.wait_gathered()
+    assert set(payload[0]) == {0x44}
+    layers.scatter_layer(1, 0, 20, memoryview(bytearray(len(payload[0]))))
+    found: list[bytes] = []
+    device.queue(lambda: found.extend(expected(source[1:2], list(range(20)))), theirs)
+    device.finish()
+    assert found == [bytes(len(payload[0]))]
+
+
 def test_paged_kv_on_a_device_moves_frames_and_single_layers_through_one_staging(
     device: LazyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
