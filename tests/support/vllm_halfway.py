@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import shutil
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lmcache_core.engine import CacheEngine
+from lmcache_core_disk.files import Files
 
 CALLS: Mapping[str, Callable[..., Any]] = {"prefetch": CacheEngine.prefetch, "retrieve": CacheEngine.retrieve}
 
@@ -59,6 +63,20 @@ def _after_loss(folder: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*arguments, **options)
 
     return without_files
+
+
+def die_writing(num_writes: int) -> None:
+    """The process is killed within the write after so many of a disk tier, when half of it is written."""
+    written = itertools.count()
+    write = Files.pwritev
+
+    def dies(files: Files, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if next(written) == num_writes:
+            write(files, fd, buffers[: len(buffers) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(files, fd, buffers, offset)
+
+    Files.pwritev = dies
 
 
 def free_bytes(folder: str) -> int:

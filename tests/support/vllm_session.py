@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -96,7 +97,7 @@ class Engine:
         try:
             self._answer(START_S)
         except BaseException:
-            self._kill()
+            self.kill()
             raise
 
     def generate(self, *requests: Request) -> list[Answer]:
@@ -111,7 +112,8 @@ class Engine:
         return answer
 
     def ask(self, verb: str, *arguments: object) -> Any:
-        self._questions.send([verb, *arguments])
+        with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: `_answer` says so
+            self._questions.send([verb, *arguments])
         return self._answer(ANSWER_S)
 
     def close(self) -> None:
@@ -127,11 +129,12 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._kill()
+            self.kill()
         else:
             self.close()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Idempotent."""
         self._questions.close()
         self._process.kill()
         self._process.join()

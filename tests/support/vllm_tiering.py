@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 BLOCK, LAYERS, HEADS, DIM = 32, 2, 1, 32
 CHUNK_NBYTES = LAYERS * HEADS * BLOCK * 2 * DIM * 4
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Config(SimpleNamespace):

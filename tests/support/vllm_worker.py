@@ -61,7 +61,7 @@ def serve(questions: Connection, options: Mapping[str, Any]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm_halfway import free_bytes, lose_files, run_halfway
+    from vllm_halfway import die_writing, free_bytes, lose_files, run_halfway
 
     import lmcache_core.connectors.vllm.memory as memory_module
     import lmcache_core.engine.engine as engine_module
@@ -199,6 +199,7 @@ def serve(questions: Connection, options: Mapping[str, Any]) -> None:
         for each in (
             *(generate, halfway, stats, metrics, clear, reset, reset_vllm, preemptions),
             *(fail_gets, failed_gets, hang, lose_promises, lost_promises, lose_files, free_bytes),
+            die_writing,
         )
     }
     questions.send("ready")

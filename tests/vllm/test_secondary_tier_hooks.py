@@ -135,7 +135,7 @@ def test_what_a_request_of_before_a_reset_stores_is_not_taken(build: Callable[..
     assert tiering.found(tiering.request("5", B), B) == [HIT]
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(50)
 def test_a_shutdown_waits_for_no_backend(build: Callable[..., Tiering], controls: Controls) -> None:
     tiering = build(deadline="60s")
     tiering.store(tiering.request("1", A, B), A, B)
