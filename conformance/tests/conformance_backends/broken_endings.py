@@ -1,4 +1,4 @@
-"""Broken in how a call ends that is not wanted any more: cancelled under way, or come after close."""
+"""Broken in how things end: calls that are cancelled or come after close, and deletes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 from conformance_backends.asynchronous import AsynchronousBackend
 from conformance_backends.catalogue import breaks
-from conformance_backends.files import FileBackend
+from conformance_backends.files import FileBackend, FileConfig
 from conformance_backends.memory import MemoryBackend, failed
 from conformance_backends.network import NetworkBackend
 from lmcache_core.errors import DeadlineExceeded
+from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Capabilities, Host, Item, Outcome, Status
 
 T = TypeVar("T")
@@ -151,3 +152,27 @@ class TakesOnWhatItWillNeverDo(AsynchronousBackend):
 class StumblesOverWhatItLetGo(MemoryBackend):
     def close(self) -> None:
         self.__dict__.pop("values", None)
+
+
+@breaks("deleted_values_stay_deleted_after_reopen")
+class DeletesWhenClosed(FileBackend):
+    """Until then, what is deleted is only out of sight."""
+
+    def __init__(self, config: FileConfig) -> None:
+        super().__init__(config)
+        self.hidden: set[StorageKey] = set()
+
+    def remove(self, key: StorageKey) -> None:
+        self.hidden.add(key)
+
+    def store(self, key: StorageKey, value: bytes) -> None:
+        super().store(key, value)
+        self.hidden.discard(key)
+
+    def read(self, key: StorageKey) -> bytes | None:
+        return None if key in self.hidden else super().read(key)
+
+    def close(self) -> None:
+        while self.hidden:
+            (self.path / self.hidden.pop()).unlink(missing_ok=True)
+        super().close()

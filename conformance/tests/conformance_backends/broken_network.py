@@ -15,7 +15,7 @@ from conformance_backends.memory import MISS
 from conformance_backends.network import NetworkBackend
 from lmcache_core.errors import BackendError, BackendUnavailable, DeadlineExceeded, PermissionDenied
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import Call, Capabilities, Item, Outcome, Page, Status, View
+from lmcache_core.storage.contract import Call, Capabilities, Host, Item, Outcome, Page, Status, View
 
 # -- deadline ------------------------------------------------------------------------------------
 
@@ -62,6 +62,49 @@ class WaitsForItsOwnTimeout(NetworkBackend):
     def put_one(self, item: Item, call: Call) -> Outcome:
         call.remaining()
         return super().put_one(item, _Stubborn(call))
+
+
+class _Long(_Stubborn):
+    """A call that has begun in time, and then has all the time there is."""
+
+    def remaining(self) -> float:
+        self.call.remaining()
+        return 30.0
+
+
+@breaks("a_stalled_store_holds_no_call_beyond_its_deadline")
+class OpensForAsLongAsItTakes(NetworkBackend):
+    opened = False
+
+    def open(self, host: Host) -> Capabilities | None:
+        in_force = super().open(host)
+        self.opened = True
+        return in_force
+
+    def prove(self, sock: socket.socket, call: Call) -> None:
+        super().prove(sock, _Stubborn(call))
+
+    def log_in(self, sock: socket.socket, call: Call) -> str:
+        return super().log_in(sock, call if self.opened else _Stubborn(call))
+
+
+@breaks("every_declared_capability_is_exercised")
+class NeedsABoundAndDoesNotSaySo(NetworkBackend):
+    def open(self, host: Host) -> Capabilities | None:
+        assert host.capacity_bytes
+        return super().open(host)
+
+
+@breaks("a_stalled_store_holds_no_call_beyond_its_deadline")
+class ListsForAsLongAsItTakes(NetworkBackend):
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        return super().scan(_Long(call), prefix, cursor, limit)
+
+
+@breaks("a_stalled_store_holds_no_call_beyond_its_deadline")
+class PinsForAsLongAsItTakes(NetworkBackend):
+    def pin_one(self, key: StorageKey, ttl_s: float, call: Call) -> Outcome:
+        return super().pin_one(key, ttl_s, _Long(call))
 
 
 @breaks("a_call_behind_a_stalled_one_keeps_its_own_deadline")

@@ -1,8 +1,9 @@
-"""Broken in how they count their room: over time, over opening again, and on a disk that is full."""
+"""Broken in how they count and share their room: over time, over opening again, on a disk that is full."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from conformance_backends.catalogue import breaks
 from conformance_backends.files import FileBackend
 from conformance_backends.memory import FULL, MISS, MemoryBackend
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import BackendStats, Capabilities, Host, Outcome, Status
+from lmcache_core.storage.contract import BackendStats, Call, Capabilities, Host, Outcome, Status
 
 
 @breaks("the_bound_is_not_exceeded_for_a_moment", also=("the_bound_is_never_exceeded",))
@@ -122,3 +123,57 @@ class SubtractsTwice(MemoryBackend):
     def stats(self) -> BackendStats:
         known = super().stats()
         return replace(known, used_bytes=known.used_bytes - self.too_much)
+
+
+@breaks("a_put_that_finds_the_medium_full_leaves_nothing_behind")
+class KeepsTheRoomOfWhatFailed(FileBackend):
+    reserved = 0
+
+    def needed(self, key: StorageKey, nbytes: int) -> int:
+        return super().needed(key, nbytes) + self.reserved
+
+    def store(self, key: StorageKey, value: bytes) -> None:
+        self.reserved += len(value)
+        super().store(key, value)
+        self.reserved -= len(value)
+
+    def stats(self) -> BackendStats:
+        known = super().stats()
+        return replace(known, used_bytes=known.used_bytes + self.reserved)
+
+
+class _SharedFiles(FileBackend):
+    """Asks the directory instead of what it remembers, since others use it, too."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, shared=True)
+
+    def take(self) -> None:
+        return
+
+    def stat_many(self, keys: Sequence[StorageKey], call: Call) -> None:
+        for index, key in enumerate(keys):
+            try:
+                nbytes = (self.path / key).stat().st_size
+                call.done(index, Outcome(status=Status.OK, nbytes=nbytes))
+            except FileNotFoundError:
+                call.done(index, MISS)
+
+    def delete_one(self, key: StorageKey) -> Outcome:
+        with self.names:
+            self.index()
+        return super().delete_one(key)
+
+
+@breaks("an_overwrite_by_another_client_is_seen")
+class SweepsWhatOthersAreWriting(_SharedFiles):
+    pass
+
+
+@breaks("an_overwrite_by_another_client_is_seen", also=("what_killed_writers_leave_behind_is_swept",))
+class WritesBesideUnderOneName(_SharedFiles):
+    """The number of its temporary file is unique in one client, and the same in the next."""
+
+    def sweep(self) -> None:
+        return

@@ -142,6 +142,7 @@ class Capacity(Group):
         self.put(store, key, value)
         store.put(key_named("warm"), value)
         objects, occupied = reach.medium_objects(), reach.medium_bytes()
+        used = store.stats().used_bytes
         with reach.faulty(Fault.FULL, store):
             for n in range(_REFUSALS):
                 other = key if n % 2 else key_named(f"no room {n}")
@@ -151,6 +152,8 @@ class Capacity(Group):
         check(more < _REFUSALS // 2, f"{_REFUSALS} puts that found no room leave {more} files more")
         grown = reach.medium_bytes() - occupied
         check(grown < 2 * len(value), f"{_REFUSALS} puts that found no room leave {grown} bytes more")
+        counted = store.stats().used_bytes - used
+        check(counted < 2 * len(value), f"{_REFUSALS} puts that found no room are counted as {counted} bytes")
 
     def test_the_bound_is_never_exceeded(self) -> None:
         """Users share the medium with others: a cap that is not one fills their disk."""

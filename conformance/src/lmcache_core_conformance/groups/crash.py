@@ -49,6 +49,13 @@ class Crash(Group):
         store = self.bench.open(place)
         self.lacks(store, values[0][0], len(values[0][1]), "a deleted value after reopen")
         self.holds(store, values[1][0], values[1][1], "a value beside it")
+        store.close()
+        key, nbytes = key_named("deleted, then killed"), len(values[0][1])
+        ended = Crasher(self.bench.harness, place.options).run(
+            [Operate("put", key, 1, nbytes)], [Operate("delete", key)]
+        )
+        check(set(ended.statuses) == {"ok"}, f"put and delete in a fresh process ended {ended.statuses}")
+        self.lacks(self.bench.open(place), key, nbytes, "a value whose delete ended OK before kill -9")
 
     @needs("persistent")
     def test_a_put_that_was_acknowledged_survives_kill_9(self) -> None:

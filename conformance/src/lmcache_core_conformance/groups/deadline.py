@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
-from lmcache_core.errors import BackendClosed, DeadlineExceeded
+from lmcache_core.errors import BackendClosed, DeadlineExceeded, LMCacheError
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage import Operation
-from lmcache_core.storage.contract import Outcome, Status
+from lmcache_core.storage.contract import Call, Outcome, Status
 from lmcache_core_conformance.behind import Fault
+from lmcache_core_conformance.bench import Place
 from lmcache_core_conformance.core import Core, FrameJob
 from lmcache_core_conformance.driver import Got, Store
 from lmcache_core_conformance.properties import Group, needs
@@ -73,6 +76,10 @@ class Deadline(Group):
         if self.bench.capabilities.delete:
             self.put(store, key_named("another"), value)
             calls["delete"] = lambda: store.delete(key_named("another"))
+        if self.bench.capabilities.pin:
+            calls["pin"] = lambda: store.call(1, lambda call: store.backend.pin_many([key], 1.0, call))[0]
+        if self.bench.capabilities.scan and self.bench.capabilities.shared:
+            calls["scan"] = lambda: store.call(1, partial(_scan, store))[0]
         with deadline_of(store, self.bench.harness.stalled_deadline_s):
             for name, call in calls.items():
                 with Reach(self.bench, place).faulty(Fault.STALLED, store):
@@ -84,6 +91,7 @@ class Deadline(Group):
                         outcome.error is not None and outcome.error.retryable,
                         f"{name} of a stalled store failed with {outcome.error!r}, which is not retryable",
                     )
+        self._opens_in_time(place)
         self.holds(store, key, value, "a value after its store had stalled")
 
     @needs("max_in_flight")
@@ -295,6 +303,23 @@ class Deadline(Group):
         check(not job.faults, "; ".join(job.faults))
         return core, job
 
+    def _opens_in_time(self, place: Place) -> None:
+        """Opens another of that place while it stalls: in `Host.deadline_s`, however it ends."""
+        backend = self.bench.build(place)
+        host = self.bench.host(backend)
+        host.deadline_s = self.bench.harness.stalled_deadline_s
+
+        def attempt() -> None:
+            with suppress(LMCacheError):
+                backend.open(host)
+
+        try:
+            with self.bench.inside(self.bench.harness.faulty(place.directory, Fault.STALLED)):
+                self._in_time("opening a stalled store", attempt)
+        finally:
+            backend.close()
+            host.close()
+
     def _stalled(self, store: Store, key: StorageKey) -> Running[Got]:
         """A get that waits for a stalled store, and has done so for a while."""
         running = Running(lambda: store.get(key, PAGE))
@@ -311,3 +336,9 @@ class Deadline(Group):
             outcome.status is Status.FAILED and isinstance(outcome.error, DeadlineExceeded),
             f"{name} after its deadline ended {outcome.status.name} ({outcome.error!r})",
         )
+
+
+def _scan(store: Store, call: Call) -> None:
+    """A scan as a call of one item, which is OK if the scan gives a page."""
+    store.backend.scan(call, "", None, 10)
+    call.done(0, Outcome(status=Status.OK))

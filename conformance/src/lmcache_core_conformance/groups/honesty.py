@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
-from lmcache_core.errors import NotSupported
+from lmcache_core.errors import ConfigError, NotSupported
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Capabilities, Item, Status
 from lmcache_core_conformance.behind import Behind
@@ -247,6 +247,8 @@ class Honesty(Group):
         check(shown or not offered.authenticated, "authenticated is declared: show it by `wrong_credentials`")
         foreign = sorted(offered.devices - {"cpu"})
         check(not foreign, f"devices {', '.join(foreign)} are declared; only host memory is exercised here")
+        if offered.shared or offered.self_evicting:
+            self._works_without_a_bound()
 
     def test_stats_count_what_is_stored(self) -> None:
         """Operators size tiers by these figures; a counter that rises while writes fail hides an outage."""
@@ -290,6 +292,23 @@ class Honesty(Group):
         wrong = [key for key, parent in found.items() if parent not in (None, due[key])]
         check(not wrong, f"a scan gives {len(wrong)} of {len(due)} values a parent they were not put with")
         return found
+
+    def _works_without_a_bound(self) -> None:
+        """A config file may leave its capacity out; a backend that needs one then says so."""
+        place = self.bench.place()
+        backend, (key, value) = self.bench.build(place), self.some_values(1)[0]
+        host = self.bench.host(backend)
+        host.capacity_bytes = None
+        try:
+            store = Store(backend, host, backend.open(host) or backend.capabilities, place.options)
+            self.put(store, key, value)
+            self.holds(store, key, value, "a value of a store without a bound")
+            store.stats()
+        except ConfigError:
+            return
+        finally:
+            backend.close()
+            host.close()
 
     def _few(self) -> int:
         return min(5, self.bench.capabilities.max_batch or 5)

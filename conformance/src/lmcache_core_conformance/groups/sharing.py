@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from lmcache_core.errors import BackendUnavailable, ConfigError
+from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Status
+from lmcache_core_conformance.bench import Place, spread
 from lmcache_core_conformance.crash import Crasher, Operate
+from lmcache_core_conformance.preemption import interrupt
 from lmcache_core_conformance.properties import Group, needs
 from lmcache_core_conformance.reach import Reach
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, check
+from lmcache_core_conformance.watch import rounds
+
+_MOST_LINES = 30
 
 
 class Sharing(Group):
@@ -68,6 +74,7 @@ class Sharing(Group):
             for store in (writer, reader):
                 nbytes = store.stat(key).nbytes
                 check(nbytes == len(value), f"stat of version {version}: {nbytes} bytes of {len(value)}")
+        self._in_the_middle_of_a_put(place, key)
 
     @needs("shared")
     def test_tokens_grow_whoever_puts(self) -> None:
@@ -94,3 +101,23 @@ class Sharing(Group):
         check(status is Status.OK, f"delete of another client's value: {status.name}")
         for store in (ours, theirs):
             self.lacks(store, key, len(value), "a value that a client deleted")
+
+    def _in_the_middle_of_a_put(self, place: Place, key: StorageKey) -> None:
+        """At each line of a put by one client a second one puts the same key, and a third opens the store."""
+        ours, theirs = self.bench.open(place), self.bench.open(place)  # which have both done as much so far
+        nbytes = self.bench.fit(2)
+        values = [value_of(key, version, nbytes) for version in (4, 5)]
+
+        def put_ours() -> None:
+            self.put(ours, key, values[0])
+
+        def meanwhile() -> None:
+            self.bench.open(place).close()
+            self.put(theirs, key, values[1])
+
+        lines = interrupt(put_ours, 0, meanwhile)
+        for line in rounds(spread(lines, min(self.bench.harness.interruptions, _MOST_LINES))):
+            interrupt(put_ours, line, meanwhile)
+            seen = [store.get(key, nbytes) for store in (ours, theirs)]
+            check(seen[0].value in values, "two clients put one key, and it holds the value of neither")
+            self.check_value(seen[1], seen[0].value, "a key that two clients put, as the other one sees it")
