@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Protocol
 
 from lmcache_core.kernels.checks import HOLE, host_slots
@@ -54,8 +55,8 @@ class HostCopies:
     ) -> None:
         import torch
 
-        index = slots if isinstance(slots, range) else torch.frombuffer(slots, dtype=torch.int64)
-        self._movers[layer].move([(index, [segment])], gathering=gathering)
+        where = slots if isinstance(slots, range) else torch.frombuffer(slots, dtype=torch.int64)
+        self._movers[layer].move([(where, [segment])], gathering=gathering)
 
     def wait(self, *, gathering: bool) -> None:
         pass
@@ -79,12 +80,13 @@ class PagedLayers:
 
         Raises:
             ValueError: a slot is out of bounds or named twice.
+            TypeError: `stream` is no handle.
         """
         copies.sweep()  # nobody waited for the last load: its frames are room for this request's
         self._copies = copies
         self._slots = host_slots(0, slots, copies.layout.num_slots, set())
         self._has_holes = isinstance(self._slots, array) and HOLE in self._slots
-        self._stream = copies.current_stream() if stream is None else stream
+        self._stream = copies.current_stream() if stream is None else index(stream)
 
     def gather_layer(self, layer: int, first_token: int, num_tokens: int, segment: memoryview) -> None:
         """Queues the copy of a layer's KV to `segment`, which has it when `wait_gathered` returns.
@@ -115,7 +117,7 @@ class PagedLayers:
     def _move(
         self, layer: int, first_token: int, num_tokens: int, segment: memoryview, *, gathering: bool
     ) -> None:
-        num_layers = self._copies.layout.num_layers
+        layer, num_layers = index(layer), self._copies.layout.num_layers
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer {layer} of {num_layers}")
         slots = self._slots[first_token : first_token + num_tokens]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from cache_scenario import CHUNK, CONTENT, HEADS, LAYERS, config_of, cpu, engine_of, prompt
@@ -215,6 +216,19 @@ def test_layers_are_moved_on_the_stream_that_was_given() -> None:
     device.queue(lambda: found.extend(expected(source[1:2], list(range(20)))), theirs)
     device.finish()
     assert found == [bytes(len(payload[0]))]
+
+
+def test_layers_and_streams_are_integers_and_what_is_not_ends_no_direction() -> None:
+    device, source = LazyDevice(), random_layers(1)
+    staging, _ = staged(device, source)
+    layers, payload = PagedLayers(staging, range(20)), room_for(20)
+    with pytest.raises(TypeError):
+        PagedLayers(staging, range(20), stream=object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        layers.gather_layer(1.0, 0, 20, payload[1])  # type: ignore[arg-type]
+    layers.gather_layer(np.int64(1), 0, 20, payload[1])  # type: ignore[arg-type]
+    layers.wait_gathered()
+    assert bytes(payload[1]) == expected(source, list(range(20)))[1]
 
 
 def test_paged_kv_on_a_device_moves_frames_and_single_layers_through_one_staging(
