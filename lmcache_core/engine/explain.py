@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -72,6 +72,8 @@ class ModelFinding:
     pieces: tuple[PieceFinding, ...]
     num_tokens: int
     """The prefix of the request that is held under this model and part."""
+    window: str = ""
+    """Digest of a part that has lost what a longer hit needs of it, where that ends the prefix."""
     other_part: PartFinding | None = None
     """Of the model asked about."""
     otherwise: Mapping[str, int] | None = None
@@ -94,6 +96,7 @@ class _Question:
     tokens: Tokens
     model: ModelRecord | None
     parts: Sequence[Part]
+    starts: Mapping[str, Callable[[int], int]]
     unit_tokens: int
     salt: bytes
     lora: bytes
@@ -106,6 +109,7 @@ def explain(
     *,
     model: ModelRecord | None = None,
     parts: Sequence[Part] = (),
+    starts: Mapping[str, Callable[[int], int]] | None = None,
     unit_tokens: int = TAIL_UNIT,
     salt: bytes = b"",
     lora: bytes = b"",
@@ -115,8 +119,10 @@ def explain(
     """Opens the config's tiers, reads the stored model records and looks the request up under each.
 
     `model` is the one that missed, and needs all of `parts`; without it the request is looked up under
-    every stored model. A prompt's end is stored in multiples of `unit_tokens`. `otherwise` names other
-    (LoRA, salt) to try for `model`. Tiers that another process owns show as down, with the reason.
+    every stored model. `starts` is for parts, by digest, of which a hit of n tokens needs only what follows
+    the first `start(n)`, whole chunks. A prompt's end is stored in multiples of `unit_tokens`. `otherwise`
+    names other (LoRA, salt) to try for `model`. Tiers that another process owns show as down, with the
+    reason.
 
     Raises:
         ConfigError, PluginError: as `CacheEngine`.
@@ -125,6 +131,7 @@ def explain(
         tokens=tokens,
         model=model,
         parts=parts,
+        starts=starts or {},
         unit_tokens=unit_tokens,
         salt=salt,
         lora=lora,
@@ -135,7 +142,10 @@ def explain(
     if not parts or _asked(found).num_tokens >= found.num_tokens // unit_tokens * unit_tokens:
         return found
     # A tier that several processes share has a place for each: what was opened is whoever wrote last.
-    again = _answer(config, question, parts, registry)
+    # Engines beside each other have one place, that of the largest part.
+    size = _asked(found).record.chunk_tokens
+    largest = max(parts, key=lambda part: part.num_layers * part.segment_nbytes(size))
+    again = _answer(config, question, [largest], registry)
     return again if _asked(again).num_tokens > _asked(found).num_tokens else found
 
 
@@ -169,8 +179,9 @@ def _answer(
             content = Content(record, lora=question.lora, salt=question.salt)
             content.extend(tokens)
             if record is model:
-                mine = _look_up_asked(chain, content, question.parts, stored)
-                better = _otherwise(chain, mine, tokens, question.otherwise, asked or stored)
+                mine = _look_up_asked(chain, content, question, stored)
+                whole = [digest for digest in asked if digest not in question.starts]
+                better = _otherwise(chain, mine, tokens, question.otherwise, whole or asked or stored)
                 found.append(replace(mine, otherwise=better))
             else:
                 found.append(_look_up(chain, content, model, stored))
@@ -238,13 +249,18 @@ def _look_up(
 
 
 def _look_up_asked(
-    chain: TierChain, content: Content, parts: Sequence[Part], stored: Sequence[str]
+    chain: TierChain, content: Content, question: _Question, stored: Sequence[str]
 ) -> ModelFinding:
     """Of the parts that are all needed the one that holds least, and any other that holds more."""
+    parts, starts = question.parts, question.starts
     if not parts:
         return _look_up(chain, content, content.model, stored)
     asked = [_look_up(chain, content, content.model, [part.digest]) for part in parts]
-    least = min(asked, key=lambda finding: finding.num_tokens)
+    whole = [finding for finding in asked if finding.part not in starts]
+    least = min(whole or asked, key=lambda finding: finding.num_tokens)
+    most = least.num_tokens if whole else content.num_chunks * content.model.chunk_tokens
+    end, window = _end_by_windows(chain, content, starts, most)
+    least = replace(least, num_tokens=end, window=window)
     names = {part.digest for part in parts}
     other = _look_up(chain, content, content.model, [digest for digest in stored if digest not in names])
     if other.num_tokens <= least.num_tokens:
@@ -259,6 +275,24 @@ def _look_up_asked(
             differences=() if header is None else _part_differences(part, header),
         ),
     )
+
+
+def _end_by_windows(
+    chain: TierChain, content: Content, starts: Mapping[str, Callable[[int], int]], end: int
+) -> tuple[int, str]:
+    """The longest hit up to `end` that all of `starts` can serve, and the part that made it the shorter."""
+    size, window = content.model.chunk_tokens, ""
+    left = list(starts)
+    while left and end:
+        part = left.pop(0)
+        first = starts[part](end) // size
+        tails = [digest for count, digest in content.tail_hashes_after(end // size) if count == end % size]
+        names = [*content.hashes[first : end // size], *tails]
+        holders = _holders(chain, [chunk_key(part, digest) for digest in names])
+        if not all(holders):
+            end, window = (first + holders.index(())) * size, part
+            left = list(starts)  # each needs other tokens for another end
+    return end, window
 
 
 def _otherwise(

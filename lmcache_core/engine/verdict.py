@@ -26,6 +26,11 @@ def verdict(
     held = 0 if best is None else best.num_tokens
     if held >= num_tokens - num_tokens % unit_tokens:
         return f"It is a hit: {held} of {num_tokens} tokens are held.{also}"
+    if best is not None and best.window and not best.otherwise:
+        return (
+            f"{held} of {num_tokens} tokens are a hit; of what follows, layers with a window lack KV that "
+            f"they need (part {best.window}): it was evicted, or never stored.{also}"
+        )
     if better := _elsewhere(found, held):
         return f"{better[0].upper()}{better[1:]}.{also}"
     if held:

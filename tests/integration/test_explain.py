@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,43 @@ def test_all_parts_asked_for_are_needed(config: dict[str, object]) -> None:
     assert ask(config, PART).verdict.startswith("It is a hit")
     found = ask(config, PART, replace(PART, content_format="other"))
     assert found.models[0].num_tokens == 0
+
+
+WINDOW = replace(PART, group="window")
+STARTS = {WINDOW.digest: lambda num_tokens: max(0, num_tokens - CHUNK) // CHUNK * CHUNK}
+
+
+def keep(config: dict[str, object], window: array[int], *, skip: int = 0) -> None:
+    """Of layers with a window, beside those whose KV is there already."""
+    with engine_of(config) as engine:
+        mask = [place >= skip for place in range(len(window))]
+        engine.beside(WINDOW).store(engine.content(window), OracleKV(window), mask=mask)
+        settle(engine)
+
+
+def test_of_a_window_only_what_the_end_of_a_hit_needs_must_be_there(config: dict[str, object]) -> None:
+    keep(config, TOKENS, skip=2 * CHUNK)
+    assert ask(config, PART, WINDOW, starts=STARTS).verdict.startswith("It is a hit")
+
+
+def test_a_window_that_was_lost_ends_the_hit_where_all_layers_have_theirs(config: dict[str, object]) -> None:
+    keep(config, TOKENS[: 2 * CHUNK])
+    found = ask(config, PART, WINDOW, starts=STARTS)
+    assert (found.models[0].num_tokens, found.models[0].window) == (2 * CHUNK, WINDOW.digest)
+    assert found.verdict.startswith(
+        f"{2 * CHUNK} of {len(TOKENS)} tokens are a hit; of what follows, layers with a window lack KV"
+    )
+
+
+def test_other_layers_of_the_same_engine_are_not_another_part(tmp_path: Path) -> None:
+    config = config_of(cpu(), disk(tmp_path))
+    with engine_of(config) as engine:
+        store(engine, TOKENS[:CHUNK])
+        settle(engine)
+    keep(config, TOKENS)
+    found = ask(config, PART, WINDOW, starts=STARTS)
+    assert found.models[0].other_part is None
+    assert found.verdict.startswith(f"{CHUNK} of {len(TOKENS)} tokens are held; the first piece")
 
 
 def test_where_else_the_tokens_are_is_told_if_more_of_them_are_there(config: dict[str, object]) -> None:

@@ -63,7 +63,11 @@ def test_what_ranks_say_is_what_is_read(log: Log) -> None:
     tell_rank("engine", 1, MODEL, [other], GROUPS[:1])
     known = log.read()
     assert known.model == MODEL
-    assert (known.parts(0), known.parts(1)) == (PARTS[:1], [other]), "a window's part needn't be whole"
+    assert [part for part, _ in known.ranks[0]] == PARTS
+    assert [part for part, _ in known.ranks[1]] == [other]
+    [(digest, start)] = known.starts(0).items()
+    assert (digest, start(1024)) == (PARTS[1].digest, 512), "a window's part needn't be whole"
+    assert known.starts(1) == {}
     assert known.block_tokens == 384
 
 
@@ -74,7 +78,7 @@ def test_a_later_start_replaces_an_earlier_one_with_all_that_followed_it(log: Lo
     tell_rank("second", 1, MODEL, PARTS[1:], GROUPS[1:])
     known = log.read()
     assert list(known.ranks) == [1]
-    assert known.parts(1) == PARTS[1:], "all layers have a window: there is no other part"
+    assert [part for part, _ in known.ranks[1]] == PARTS[1:]
     assert known.lora(None) == b""
     with pytest.raises(ConfigError, match=r"no request with adapter 'fine' .*: none"):
         known.lora("fine")

@@ -7,8 +7,9 @@ block is known only to a running vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,14 @@ class KnownAs:
     adapters: dict[str, list[bytes]] = field(default_factory=dict)
     """By name; of adapters that had the same one, the last is in force."""
 
-    def parts(self, rank: int) -> list[Part]:
-        """Those that hold every token; where there are none, all."""
-        full = [part for part, group in self.ranks[rank] if group.window is None]
-        return full or [part for part, _ in self.ranks[rank]]
+    def starts(self, rank: int) -> dict[str, Callable[[int], int]]:
+        """Digest of each part with a window → from which token on a hit of so many needs it."""
+        size = self.model.chunk_tokens
+        return {
+            part.digest: partial(group.skipped, chunk_tokens=size)
+            for part, group in self.ranks[rank]
+            if group.window is not None
+        }
 
     @property
     def block_tokens(self) -> int:
