@@ -93,6 +93,20 @@ def test_layers_come_from_the_disk_tier_by_ranges(tmp_path: Path) -> None:
         settle(engine)
 
 
+@pytest.mark.parametrize(("least", "by_ranges"), [(PAGE_NBYTES, True), (PAGE_NBYTES + 1, False)])
+def test_frames_whose_layers_are_shorter_than_a_range_is_worth_come_whole(
+    least: int, by_ranges: bool
+) -> None:
+    controls, recorder = Controls(), Recorder()
+    controls.capabilities = replace(RANGED, range_min=least)
+    with build(controls, remote(), recorder=recorder) as engine:
+        store(engine, TOKENS)
+        settle(engine)
+        assert load(engine) == [STORED] * LAYERS
+        assert {event.nbytes > 0 for event in recorder.of(LayerLoaded)} == {by_ranges}
+        settle(engine)
+
+
 def test_a_mask_and_a_limit_bound_what_is_loaded() -> None:
     controls = Controls()
     controls.capabilities = RANGED
