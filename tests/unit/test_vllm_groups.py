@@ -155,6 +155,16 @@ def test_a_window_that_is_nowhere_makes_it_a_miss_after_a_few_lookups(rank: Rank
     assert rank.hit() == 0
 
 
+def test_what_a_longer_hit_would_have_needed_is_not_held(tmp_path: Path) -> None:
+    """The first of the two chunks that its window needs was there, and pinned by the first lookup."""
+    config = {"chunk_tokens": CHUNK, "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}]}
+    with CacheEngine(config, model=MODEL, part=part("full")) as engine:
+        rank = Rank(engine, window=100)
+        rank.keep(0, 320)
+        rank.keep(1, 256, skip=192)
+        assert rank.hit() == 0
+
+
 def test_a_hit_is_pinned_in_every_group(rank: Rank) -> None:
     rank.keep(0, 320)
     rank.keep(1, 320)
