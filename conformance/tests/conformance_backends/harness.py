@@ -23,7 +23,7 @@ class SmallHarness(Harness):
     capacity_bytes = 16 * MIB
     small_capacity_bytes = MIB
     large_value_bytes = 2 * MIB
-    limit_s = 20.0
+    limit_s = 60.0
     stalled_deadline_s = 0.04
     slack_s = 2.0
     threads_end_s = 2.0
