@@ -38,6 +38,16 @@ def test_whole_blocks_move_in_the_order_of_their_bytes(order: str) -> None:
         assert torch.equal(layer[[0, 4, 5, 6]], old[[0, 4, 5, 6]])
 
 
+def test_a_block_that_attention_keeps_in_pieces_moves_whole() -> None:
+    pieces = torch.randn(2 * BLOCKS, HEADS, TOKENS // 2, CONTENT)
+    whole, name = in_memory_order(pieces, BLOCKS)
+    assert name == "2 x HNC"
+    blocks = DeviceBlocks([whole], TOKENS)
+    payload = [memoryview(bytearray(2 * blocks.block_nbytes))]
+    blocks.gather([4, 1], payload)
+    assert bytes(payload[0]) == pieces[[8, 9, 2, 3]].view(torch.uint8).numpy().tobytes()
+
+
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
 def test_blocks_with_holes_are_refused(order: str) -> None:
     ordered = [in_memory_order(layer, BLOCKS)[0] for layer in tensors(order)]
