@@ -6,7 +6,7 @@ import pytest
 
 from conformance_backends.asynchronous import LastFirst
 from conformance_backends.harness import SmallHarness
-from conformance_backends.limited import TakesItsTime, TakesRoomInLargeSteps
+from conformance_backends.limited import ListsInFitsAndStarts, TakesItsTime, TakesRoomInLargeSteps
 from conformance_backends.memory import MemoryBackend
 from lmcache_core_conformance import Verdict, run
 from lmcache_core_conformance.bench import Bench
@@ -34,6 +34,13 @@ def test_a_slow_backend_is_tried_less_hard_instead_of_found_hung(name: str) -> N
 def test_a_batch_may_be_worked_through_from_its_end() -> None:
     """Of two values put under one key in a batch, either may win."""
     report = run(SmallHarness(LastFirst), groups=["batching", "round-trip"])
+    assert not report.failed, [result.reason for result in report.of(Verdict.FAILED)]
+
+
+def test_a_scan_may_repeat_values_and_give_empty_pages() -> None:
+    """The contract says "at least once", and servers' own scans do both."""
+    groups = ["honesty", "endurance", "corruption", "round-trip", "crash"]
+    report = run(SmallHarness(ListsInFitsAndStarts), groups=groups)
     assert not report.failed, [result.reason for result in report.of(Verdict.FAILED)]
 
 

@@ -177,6 +177,18 @@ class KeepsADescriptorForEachThread(FileBackend):
             del self.local.descriptor
 
 
+@breaks("calls_that_succeed_leave_nothing_behind")
+class RemembersEachList(MemoryBackend):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.listed: list[Page] = []
+
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        page = super().scan(call, prefix, cursor, limit)
+        self.listed.append(page)
+        return page
+
+
 # -- what is charged and counted -----------------------------------------------------------------
 
 

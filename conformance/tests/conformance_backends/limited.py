@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from conformance_backends.files import FileBackend
 from conformance_backends.memory import MemoryBackend, MemoryConfig, failed
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import Call, Capabilities, Item, Outcome, Status
+from lmcache_core.storage.contract import Call, Capabilities, Item, Outcome, Page, Status
 
 T = TypeVar("T")
 
@@ -93,3 +94,14 @@ class TakesRoomInLargeSteps(MemoryBackend):
     def put_one(self, item: Item) -> Outcome:
         outcome = super().put_one(item)
         return replace(outcome, stored=self.blocks(item.nbytes)) if outcome.status is Status.OK else outcome
+
+
+class ListsInFitsAndStarts(FileBackend):
+    """Right, and odd: as servers scan, with empty pages in between, and some values more than once."""
+
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        if cursor is None or cursor.startswith("after "):
+            return Page(entries=(), cursor=f"from {(cursor or '').removeprefix('after ')}")
+        page = super().scan(call, prefix, cursor.removeprefix("from ") or None, limit)
+        twice = [*page.entries, *page.entries][:limit]
+        return Page(entries=twice, cursor=page.cursor and f"after {page.cursor}")
