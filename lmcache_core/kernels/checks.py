@@ -47,9 +47,11 @@ def check_range(slots: range, num_slots: int) -> None:
 
 def bytes_missing(tensor: Tensor) -> str:
     """What is said of a tensor that has less memory than its strides reach; else nothing."""
-    if not tensor.numel():
+    last = tensor.numel() - 1
+    if last < 0:
         return ""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     wanted = (tensor.storage_offset() + last + 1) * tensor.element_size()
     there = tensor.untyped_storage().nbytes()
     if wanted <= there:
