@@ -57,7 +57,10 @@ class _Stubborn:
         self.call.done(index, outcome)
 
 
-@breaks("a_stalled_store_holds_no_call_beyond_its_deadline")
+@breaks(
+    "a_stalled_store_holds_no_call_beyond_its_deadline",
+    also=("a_call_behind_a_stalled_one_keeps_its_own_deadline",),
+)
 class WaitsForItsOwnTimeout(NetworkBackend):
     def put_one(self, item: Item, call: Call) -> Outcome:
         call.remaining()
