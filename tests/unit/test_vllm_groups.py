@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmcache_core.connectors.vllm.blocks import RequestBlocks
-from lmcache_core.connectors.vllm.grouped import GroupedCache
+from lmcache_core.connectors.vllm.grouped import GroupedCache, common_end
 from lmcache_core.connectors.vllm.groups import Group, common_block_tokens, requests_wait
 from lmcache_core.connectors.vllm.lookups import LocalLookups
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
@@ -153,6 +153,11 @@ def test_a_tail_that_a_window_lacks_is_cut_off(rank: Rank) -> None:
 def test_a_window_that_is_nowhere_makes_it_a_miss_after_a_few_lookups(rank: Rank) -> None:
     rank.keep(0, 320)
     assert rank.hit() == 0
+
+
+def test_parts_that_end_differently_share_whole_chunks_only() -> None:
+    assert common_end({272}, CHUNK) == 272
+    assert common_end({272, 320}, CHUNK) == 256, "the part that has a chunk there has no tail"
 
 
 def test_what_a_longer_hit_would_have_needed_is_not_held(tmp_path: Path) -> None:
