@@ -208,7 +208,11 @@ class LandsInMemoryItLetGo(NetworkBackend):
 
 @breaks(
     "a_put_that_lands_late_tells_the_truth",
-    also=("a_stalled_store_holds_no_call_beyond_its_deadline", "the_driver_retries_nothing"),
+    also=(
+        "a_stalled_store_holds_no_call_beyond_its_deadline",
+        "a_call_behind_a_stalled_one_keeps_its_own_deadline",
+        "the_driver_retries_nothing",
+    ),
 )
 class SaysOkToWhatItWillNeverWrite(NetworkBackend):
     """Asks whether the server is there, and promises to write later when it does not answer."""
