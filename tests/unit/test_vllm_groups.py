@@ -160,6 +160,11 @@ def test_parts_that_end_differently_share_whole_chunks_only() -> None:
     assert common_end({272, 320}, CHUNK) == 256, "the part that has a chunk there has no tail"
 
 
+def test_of_two_ranks_the_one_that_loaded_less_counts() -> None:
+    one, other = Report(step=1, failed={"r": 64, "s": 0}), Report(step=1, failed={"r": 128, "t": 64})
+    assert one.with_rank(other).failed == other.with_rank(one).failed == {"r": 64, "s": 0, "t": 64}
+
+
 def test_what_a_longer_hit_would_have_needed_is_not_held(tmp_path: Path) -> None:
     """The first of the two chunks that its window needs was there, and pinned by the first lookup."""
     config = {"chunk_tokens": CHUNK, "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}]}
