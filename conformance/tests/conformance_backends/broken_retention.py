@@ -62,6 +62,7 @@ class RemembersWhatExists(NetworkBackend):
     "what_the_store_evicts_goes_whole",
     also=(
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
+        "each_copy_has_a_higher_token_than_the_one_before",
         "the_driver_retries_nothing",
         *ABSENCES,
     ),
