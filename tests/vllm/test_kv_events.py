@@ -44,7 +44,10 @@ def test_a_router_learns_what_memory_and_disk_hold_in_vllm_s_own_terms(
         own = blocks(of(events, "BlockStored", "GPU"))[:5]
         for medium, tier in (("CPU", "near"), ("STORAGE", "local")):
             stored = of(events, "BlockStored", medium)
-            assert blocks(stored) == own, "each once, and nothing of the request with a salt"
+            assert sorted(blocks(stored)) == sorted(own), "each once, and nothing of the request with a salt"
+            stored.sort(
+                key=lambda event: own.index(event.blocks[0])
+            )  # a disk may end its writes in any order
             fields = [event.fields for event in stored]
             assert [token for each in fields for token in each["token_ids"]] == WHOLE
             assert [each["parent_block_hash"] for each in fields] == [None, own[1], own[3]]
