@@ -284,6 +284,24 @@ def test_whole_chunks_are_saved_as_they_are_complete_and_the_tail_with_the_promp
     assert saved == [[256], [], [640], []]
 
 
+def test_several_ranks_save_nothing_until_all_have_loaded_what_was_promised(
+    make: Any, engine: CacheEngine
+) -> None:
+    keep(engine, PROMPT[:512])
+    lookups = LocalLookups(alone(engine))
+    lookups.several_ranks = True
+    side, each = make(lookups), request()
+    assert side.matched(each, 0) == (512, False)
+    side.allocated(each, ([1, 2, 3, 4, 5, 6],), 512)
+    each.num_computed_tokens = 512
+    step = planned(side, r=188)
+    assert (len(step.loads), step.saves) == (1, [])
+    assert planned(side, r=188).saves == [], "a rank that loaded would keep what another computed on garbage"
+    side.reported(Report(step=step.number, failed={"r": 256}))
+    each.num_computed_tokens = 256
+    assert [save.content.num_tokens for save in planned(side, r=444).saves] == [640]
+
+
 def test_tokens_that_are_not_confirmed_are_not_saved(make: Any) -> None:
     side, each = make(), request(PROMPT[:250])
     side.matched(each, 0)
