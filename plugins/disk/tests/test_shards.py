@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from lmcache_core.sdk import BackendUnavailable, ConfigError, Status
 
-from .support import MIB, PAGE, Disk, Host, occupied_nbytes
+from .support import MIB, PAGE, Disk, Host, ProbedFiles, occupied_nbytes
 
 OpenDisk = Callable[..., Disk]
 
@@ -234,3 +236,26 @@ def test_a_process_that_died_while_making_its_shard_is_cleaned_up_after(open_dis
     (disk.path / "shard-000" / "meta.json").unlink()
     assert open_disk().holds("k", 1)
     assert (disk.path / "shard-000" / "meta.json").stat().st_size < PAGE
+
+
+def test_two_processes_may_make_the_directory_at_once(tmp_path: Path) -> None:
+    waits = threading.Event()
+    second: list[Disk] = []
+
+    def open_second() -> None:
+        files = ProbedFiles(lambda name, argument: waits.set() if name == "lock" else None)
+        second.append(Disk(tmp_path / "new", files=files, host=Host(deadline_s=20.0), processes=2))
+
+    thread = threading.Thread(target=open_second)
+
+    def before(name: str, argument: object) -> None:
+        if name == "rename" and not thread.ident:  # the first is about to say which format this is
+            thread.start()
+            assert waits.wait(10.0)
+
+    first = Disk(tmp_path / "new", files=ProbedFiles(before), processes=2)
+    thread.join(10.0)
+    assert second
+    for disk in (first, *second):
+        assert disk.put("k", 1).status is Status.OK
+        disk.close()

@@ -72,17 +72,22 @@ class Directory:
         self._fd = -1
         self._lock_fd = -1
 
-    def open(self) -> None:
+    def open(self, timeout_s: float) -> None:
         """Makes the directory where it doesn't exist, and proves that it is ours to use.
 
         Raises:
             ConfigError: the path can't be used, or holds a format this version doesn't know.
+            BackendUnavailable: another process is making it, for `timeout_s` now.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = self._files.open_directory(str(self.path))
             self._lock_fd = self._files.open(_LOCK, os.O_RDWR | os.O_CREAT, self._fd)
-            self._check_format()
+            if not self._has_format():
+                with self.locked(timeout_s):  # another process may be making the same directory
+                    if not self._has_format():
+                        text = json.dumps({"format": FORMAT}).encode("ascii")
+                        write_small(self._files, _FORMAT, text, self._fd)
         except OSError as error:
             raise unusable(self.path, error) from error.with_traceback(None)
 
@@ -92,12 +97,11 @@ class Directory:
                 self._files.close(fd)
         self._fd = self._lock_fd = -1
 
-    def _check_format(self) -> None:
+    def _has_format(self) -> bool:
         text = read_small(self._files, _FORMAT, self._fd)
         if text:
             check_format(text, self.path / _FORMAT)
-        else:
-            write_small(self._files, _FORMAT, json.dumps({"format": FORMAT}).encode("ascii"), self._fd)
+        return bool(text)
 
     @contextmanager
     def locked(self, timeout_s: float) -> Iterator[None]:

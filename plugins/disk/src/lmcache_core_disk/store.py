@@ -153,7 +153,7 @@ def open_store(
         OSError: the shard's files can't be used.
     """
     try:
-        directory.open()
+        directory.open(timeout_s)
         with directory.locked(timeout_s):
             shard = directory.acquire(parts)
             try:
