@@ -174,11 +174,9 @@ class TellsLossesLate(NetworkBackend):
         return outcome
 
 
-@breaks(
-    "a_value_put_by_another_process_is_seen",
-    also=(*ABSENCES, "a_dead_server_is_a_failure_and_never_a_miss"),
-)
-class KnowsOnlyItsOwnValues(NetworkBackend):
+class RemembersItsOwn(NetworkBackend):
+    """Keeps the keys that this object has put."""
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.own: set[str] = set()
@@ -187,6 +185,12 @@ class KnowsOnlyItsOwnValues(NetworkBackend):
         self.own.add(item.key)
         return super().put_one(item, call)
 
+
+@breaks(
+    "a_value_put_by_another_process_is_seen",
+    also=(*ABSENCES, "a_dead_server_is_a_failure_and_never_a_miss"),
+)
+class KnowsOnlyItsOwnValues(RemembersItsOwn):
     def get_one(self, item: Item, call: Call) -> Outcome:
         return super().get_one(item, call) if item.key in self.own else MISS
 
@@ -225,15 +229,7 @@ class CachesWhatItRead(NetworkBackend):
 
 
 @breaks("a_value_deleted_by_another_client_is_a_miss", also=ABSENCES)
-class DeletesOnlyItsOwnValues(NetworkBackend):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.own: set[str] = set()
-
-    def put_one(self, item: Item, call: Call) -> Outcome:
-        self.own.add(item.key)
-        return super().put_one(item, call)
-
+class DeletesOnlyItsOwnValues(RemembersItsOwn):
     def delete_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         for index, key in enumerate(keys):
             call.done(index, self.simple(b"X", key, call) if key in self.own else MISS)
