@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as t
@@ -92,6 +93,7 @@ def test_a_prompt_that_is_known_to_its_end_computes_its_last_token(
         [result] = generator.generate(tokens, max_new_tokens=NEW)
         assert result.tokens == want
     assert (result.prompt.num_loaded_tokens, result.prompt.num_computed_tokens) == (127, 1)
+    assert sum(result.prompt.tokens_by_tier.values()) == 127
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 63, 64, 65])
@@ -234,9 +236,29 @@ def test_odd_requests_are_refused_before_anything_is_computed(generator: CachedG
     with pytest.raises(ValueError, match="lists hold no padding"):
         generator.generate([3], torch.ones(1, 1))
     with pytest.raises(ValueError, match=r"\[1, 1, 1\]"):
-        generator.generate(torch.ones(1, 1, 1))
+        generator.generate(torch.ones(1, 1, 1, dtype=torch.long))
     with pytest.raises(ValueError, match="one prompt, not 2"):
-        generator.prefill(torch.ones(2, 5))
+        generator.prefill(torch.ones(2, 5, dtype=torch.long))
+
+
+def test_no_id_is_rounded_or_cut_to_another_tokens(generator: CachedGenerator) -> None:
+    known = prompt(80)
+    answers(generator, known)
+    for wrong in (2**32, -(2**32), -128):
+        with pytest.raises(ValueError, match="token ids must be"):
+            answers(generator, [*known[:3], known[3] + wrong, *known[4:]])
+    for floats in ([3.5], [[3.5]], torch.ones(1, 5), np.ones(5)):
+        with pytest.raises(TypeError, match="must be integers"):
+            answers(generator, floats)
+
+
+def test_a_prompt_is_the_same_in_every_kind_of_array(generator: CachedGenerator) -> None:
+    tokens = prompt(80)
+    want = answers(generator, tokens)
+    array = np.array(tokens)
+    for alike in (array, array.astype(np.int32), list(array), [array], array[None], torch.from_numpy(array)):
+        [result] = generator.generate(alike, max_new_tokens=NEW)
+        assert ([result.tokens], result.prompt.num_loaded_tokens) == (want, 79)
 
 
 def test_without_store_nothing_is_kept(generator: CachedGenerator) -> None:

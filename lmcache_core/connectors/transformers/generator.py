@@ -117,7 +117,9 @@ class CachedGenerator:
         none. `store` False loads only. `salt` separates tenants: no prefix is shared across salts.
 
         Raises:
-            ValueError: an empty prompt, or a `generation_config` with beams or several sequences a prompt.
+            ValueError: an empty prompt, an id that is negative or no int32, or a `generation_config` with
+                beams or several sequences a prompt.
+            TypeError: ids that aren't integers.
             LMCacheError: closed.
         """
         started = time.perf_counter()
@@ -177,7 +179,7 @@ class CachedGenerator:
                 )
             return [None] * len(rows)
         lora = self._adapters.fingerprint()
-        return [self.engine.content(row.int().numpy(), salt=salt, lora=lora) for row in rows]
+        return [self.engine.content(row.numpy(), salt=salt, lora=lora) for row in rows]
 
 
 def identify(model: torch.nn.Module, chunk_tokens: int) -> tuple[ModelRecord, Part]:
@@ -194,14 +196,17 @@ def identify(model: torch.nn.Module, chunk_tokens: int) -> tuple[ModelRecord, Pa
 
 def _rows(input_ids: TokenIds, attention_mask: Tensor | None) -> list[Tensor]:
     """Each row's own tokens, int64, without its padding."""
+    if not isinstance(input_ids, Tensor | list | tuple):
+        input_ids = torch.as_tensor(input_ids)
     if not isinstance(input_ids, Tensor):
-        nested = bool(input_ids) and not isinstance(input_ids[0], int)
+        first: Any = input_ids[0] if input_ids else 0
+        nested = not isinstance(first, int) and getattr(first, "ndim", 1) > 0
         batch: Any = input_ids if nested else [input_ids]
         if attention_mask is not None:
             raise ValueError("an attention_mask goes with a tensor; lists hold no padding")
-        rows = [torch.tensor(row, dtype=torch.int64) for row in batch]
+        rows = [_whole(torch.as_tensor(row)) for row in batch]
     else:
-        table = input_ids.detach().cpu().long()
+        table = _whole(input_ids)
         table = table.unsqueeze(0) if table.dim() == 1 else table
         if table.dim() != 2:
             raise ValueError(f"input_ids must be [tokens] or [rows, tokens], not {list(input_ids.shape)}")
@@ -216,6 +221,13 @@ def _rows(input_ids: TokenIds, attention_mask: Tensor | None) -> list[Tensor]:
     if not rows:
         raise ValueError("no prompt given")
     return rows
+
+
+def _whole(ids: Tensor) -> Tensor:
+    """Int64 on the host. No id is rounded: it would be another token's."""
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise TypeError(f"token ids must be integers, not {ids.dtype}")
+    return ids.detach().cpu().long()
 
 
 def _checked(config: GenerationConfig, max_new_tokens: int) -> GenerationConfig:

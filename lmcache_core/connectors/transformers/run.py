@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,8 +71,10 @@ class Run:
         loaded, by_tier = 0, dict[str, int]()
         if content is not None:
             hit = self._engine.retrieve(content, kv)
-            # A whole hit still leaves the last token to compute: its logits are not stored.
-            loaded, by_tier = min(hit.num_tokens, len(tokens) - 1), dict(hit.tokens_by_tier)
+            loaded, by_tier = hit.num_tokens, dict(hit.tokens_by_tier)
+            if loaded == len(tokens):  # the last token is computed all the same: its logits are not stored
+                loaded -= 1
+                by_tier = dict(Counter(by_tier) - Counter([list(by_tier)[-1]]))
         logits = None
         if loaded < num_tokens:
             cache = cache_of(self._model, batch.row_layers(row, loaded))
