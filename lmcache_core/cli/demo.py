@@ -85,11 +85,12 @@ def command(config: Path | None, model: Path | None, folder: Path, repeats: int,
     folder = folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tiers = config.resolve() if config is not None else default_config(folder)
     except OSError as error:
-        raise click.BadParameter(f"can't be made: {error}", param_hint="--dir") from error
+        raise click.BadParameter(f"can't be made or written to: {error}", param_hint="--dir") from error
     plan = Plan(
         phase="first",
-        config=str(config.resolve() if config is not None else default_config(folder)),
+        config=str(tiers),
         model=str(model.resolve()) if model is not None else None,
         model_cache=str(folder),
         repeats=repeats,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -14,6 +15,7 @@ import click
 from lmcache_core.cli.models import loaded_from
 from lmcache_core.config import CacheConfig, load_config
 from lmcache_core.connectors import needs_extra
+from lmcache_core.identity.tokens import token_bytes
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -35,7 +37,11 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     "--model", "folder", type=_FOLDER, help="The model's folder: Transformers' own, or a GGUF file."
 )
 @click.option(
-    "--dtype", default="auto", show_default=True, help="What the model computes in; part of its KV's name."
+    "--dtype",
+    type=click.Choice(("auto", "float32", "bfloat16", "float16")),
+    default="auto",
+    show_default=True,
+    help="What the model computes in; part of its KV's name.",
 )
 @click.option(
     "--vllm-log",
@@ -73,9 +79,9 @@ def command(
         with needs_extra("transformers"):
             tokens = _tokenize(folder, prompt)
     if vllm_log is not None:
-        lines, held = _ask_vllm(config, tokens, vllm_log, adapter, salt.encode())
+        lines, held = _ask_vllm(config, tokens, vllm_log, adapter, os.fsencode(salt))
     else:
-        lines, held = _ask(config, tokens, folder, dtype, salt.encode())
+        lines, held = _ask(config, tokens, folder, dtype, os.fsencode(salt))
     for line in lines:
         click.echo(line)
     if not held:
@@ -137,10 +143,10 @@ def _held(found: Explanation) -> int:
 
 
 def _read_tokens(file: Path) -> array[int]:
-    text = file.read_text(encoding="utf-8")
     try:
+        text = file.read_text(encoding="utf-8-sig")
         ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-        return array("i", ids)
+        return array("i", token_bytes(ids))
     except (ValueError, TypeError, OverflowError) as error:
         raise click.ClickException(f"{file}: not a list of token ids: {error}") from error
 

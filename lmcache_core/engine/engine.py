@@ -320,7 +320,7 @@ class CacheEngine:
     def stats(self) -> EngineStats:
         """Gauges and counters of every tier and of the frame memory; prints as a table. No I/O."""
         return EngineStats(
-            tiers=tuple(self._statistics.of(tier) for tier in self._chain.tiers),
+            tiers=tuple(self._statistics.of(tier, closed=self._chain.closed) for tier in self._chain.tiers),
             memory=self._chain.pool.stats(),
         )
 

@@ -47,19 +47,21 @@ class Statistics:
                     for tier, num_tokens in event.tokens_by_tier:
                         self._by_tier[tier]["tokens loaded"] += num_tokens
 
-    def of(self, tier: MemoryTier | StorageTier) -> TierStats:
+    def of(self, tier: MemoryTier | StorageTier, *, closed: bool) -> TierStats:
+        """`closed`: what memory held is gone; a storage tier says what it holds for others."""
         index = tier.index.stats()
         configured = tier.configured_bytes if isinstance(tier, StorageTier) else None
         with self._lock:
             counters = {"admitted": index.admitted} | dict(self._by_tier[tier.name])
             last_error = self._last_error.get(tier.name, "")
+        gone = closed and isinstance(tier, MemoryTier)
         counters |= {f"evicted: {reason}": count for reason, count in index.evicted.items()}
         return TierStats(
             name=tier.name,
             medium=tier.capabilities.medium if isinstance(tier, StorageTier) else "memory",
-            state="up" if not isinstance(tier, StorageTier) or tier.usable else "down",
-            entries=index.entries,
-            used_bytes=index.used_bytes,
+            state="down" if closed or (isinstance(tier, StorageTier) and not tier.usable) else "up",
+            entries=0 if gone else index.entries,
+            used_bytes=0 if gone else index.used_bytes,
             capacity_bytes=index.capacity_bytes if index.capacity_bytes is not None else configured,
             waiting_writes=tier.writes.depth() if isinstance(tier, StorageTier) else 0,
             counters=counters,

@@ -311,6 +311,7 @@ def test_a_closed_engine_is_an_empty_cache_even_to_threads_in_the_middle_of_it(t
     tokens = prompt(80, 4 * CHUNK)
     taken = engine.store(tokens, OracleKV(tokens))
     assert (taken.num_tokens, taken.num_known_tokens, taken.num_skipped_tokens) == (0, 0, 4 * CHUNK)
+    assert [(tier.state, tier.entries) for tier in engine.stats().tiers][:1] == [("down", 0)]
     assert engine.prefetch(tokens).wait(5.0) == 0
     assert retrieve(engine, tokens) == 0
     stop.set()

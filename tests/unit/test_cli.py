@@ -268,6 +268,7 @@ def test_an_error_of_ours_in_any_command_ends_without_traceback(
         ((), "give either --prompt or --tokens"),
         (("--prompt", "a", "--tokens", "cache.yaml"), "give either --prompt or --tokens"),
         (("--prompt", "a"), "--prompt needs --model"),
+        (("--prompt", "a", "--model", ".", "--dtype", "foo"), "'foo' is not one of 'auto', 'float32'"),
         (("--tokens", "cache.yaml"), "cache.yaml: not a list of token ids"),
     ],
 )
@@ -279,7 +280,17 @@ def test_explain_asks_for_what_it_needs(
     assert expected in result.output
 
 
-@pytest.mark.parametrize("text", ["[1, 2, 3]", "1 2\n3"])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", b"[1, 2, -5]", b"[4294967296]", b'["a"]', b"{}", b"[[1]]"]
+)
+def test_a_file_that_holds_no_token_ids_is_one_error(run: Callable[..., Result], content: bytes) -> None:
+    Path("tokens").write_bytes(content)
+    result = run("explain", "--config", write(GOOD), "--tokens", "tokens")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: tokens: not a list of token ids: ")
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3]", "1 2\n3", "\ufeff[1, 2, 3]"])
 def test_token_files_may_be_json_or_words(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tokens"
     file.write_text(text)
