@@ -23,6 +23,10 @@ LONGEST = (
     "plugins/cpu/tests/test_conformance.py",
     "tests/integration/test_transformers_demo.py",
     "kernels/tests/test_packaging.py",
+    "tests/integration/test_docs_how_to.py",
+    "conformance/tests/test_hooks.py",
+    "conformance/tests/test_command.py",
+    "conformance/tests/test_network.py",
     "tests/faults/test_engine_interrupts.py",
 )
 """What takes half a minute or more is begun first, so that no worker is left with it at the end."""

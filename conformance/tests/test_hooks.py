@@ -118,6 +118,7 @@ class Certain(SmallHarness):
     """Gives the same options when it is asked for the same store again."""
 
     stalled_deadline_s = 0.2  # what is not stalled must not take half of it, on any machine
+    rounds = interruptions = examples = crash_points = 4  # which hooks are called doesn't depend on them
 
     def __init__(self, backend: type[Backend[Any]]) -> None:
         super().__init__(backend)

@@ -13,7 +13,7 @@ from conformance_backends.catalogue import CATALOGUE
 from conformance_backends.judging import CORRECT, Judgement, certify, end_with_parent, failures, judge
 from lmcache_core_conformance import PROPERTIES, Report, Verdict
 
-_PROCESSES = 3  # the suite waits as long as it computes
+_PROCESSES = 4  # the suite waits as long as it computes
 BROKEN = {broken.backend.__name__: broken for broken in CATALOGUE}
 
 
