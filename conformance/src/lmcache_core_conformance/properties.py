@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -49,9 +50,11 @@ class Group:
     group: ClassVar[str]
     bench: Bench
 
-    def put(self, store: Store, key: StorageKey, value: bytes) -> None:
-        """Puts a value that the backend has no reason to refuse."""
-        outcome = store.put(key, value)
+    def put(self, store: Store, key: StorageKey, value: bytes, *, full_for_s: float = 0.0) -> None:
+        """Puts a value that the backend has no reason to refuse, but for being FULL for `full_for_s`."""
+        until = time.monotonic() + full_for_s
+        while (outcome := store.put(key, value)).status is Status.FULL and time.monotonic() < until:
+            pass
         check(
             outcome.status is Status.OK,
             f"put of {len(value)} bytes under {key} ended {outcome.status.name} ({outcome.error})",

@@ -69,8 +69,9 @@ class Site:
         return self.nodes[self.node_of(key)]
 
     def flush(self) -> None:
+        """Leaves the servers empty, their memory free: until it is, one with a `maxmemory` may refuse puts."""
         for node in self.nodes:
-            node.flushall(asynchronous=True)
+            node.execute_command("FLUSHALL", "SYNC")
 
     def configure(self, **settings: object) -> None:
         for node in self.nodes:

@@ -52,7 +52,7 @@ class Retention(Group):
         _, store = self._small()
         values = list(itertools.islice(self._filling(), 2 * _VALUES_TO_FILL))
         for n, (key, value) in enumerate(values):
-            self.put(store, key, value)
+            self._put(store, key, value)
             for known, content in values[n % 8 :: 8]:
                 stat = store.stat(known)
                 if stat.status is Status.OK:
@@ -82,7 +82,7 @@ class Retention(Group):
         pinned = list(itertools.islice(filling, 3))
         keys = [key for key, _ in pinned]
         for key, value in pinned:
-            self.put(store, key, value)
+            self._put(store, key, value)
         began = time.monotonic()
         seen = self._pin(store, keys, _LONG_TTL_S)
         check(set(seen) == {"OK"}, f"pin of stored values: {seen}")
@@ -92,7 +92,7 @@ class Retention(Group):
         # At the least until the longer time was over if it were taken in milliseconds, and the shorter one.
         while not unpinned or time.monotonic() < began + 2 * max(_LONG_TTL_S / 1000, _TTL_S):
             for key, value in itertools.islice(filling, 2 * _VALUES_TO_FILL):
-                self.put(store, key, value)
+                self._put(store, key, value)
                 unpinned.append(key)
         for (key, value), then in zip(pinned, ("", ", then read", ", then pinned for less"), strict=True):
             self.holds(store, key, value, f"a value pinned for {_LONG_TTL_S:g} s{then}")
@@ -105,14 +105,14 @@ class Retention(Group):
         _, store = self._small()
         filling = self._filling()
         key, value = next(filling)
-        self.put(store, key, value)
+        self._put(store, key, value)
         self._pin(store, [key], _TTL_S)
         over = time.monotonic() + 2 * _TTL_S  # the store's own clock counts it
         rounds = 0
         while rounds < _ROUNDS:
             rounds += time.monotonic() > over
             for other, content in itertools.islice(filling, 2 * _VALUES_TO_FILL):
-                self.put(store, other, content)
+                self._put(store, other, content)
             if store.stat(key).status is Status.MISS:  # not asked more often: being asked for keeps it
                 return
         check(False, f"a value pinned for {_TTL_S} s was not evicted by {2 * _ROUNDS} times its room")
@@ -185,6 +185,10 @@ class Retention(Group):
         """A store that evicts by itself at `small_capacity_bytes`."""
         place = self.bench.place(small=True)
         return place, self.bench.open(place, capacity_bytes=self.bench.harness.small_capacity_bytes)
+
+    def _put(self, store: Store, key: StorageKey, value: bytes) -> None:
+        """Puts into a full store that evicts by itself: it may refuse for a moment, while it frees memory."""
+        self.put(store, key, value, full_for_s=self.bench.harness.slack_s)
 
     def _filling(self) -> Iterator[tuple[StorageKey, bytes]]:
         """Values without end, of which about `_VALUES_TO_FILL` fill a small store."""
