@@ -127,6 +127,11 @@ def planned(side: SchedulerSide, **num_scheduled: int) -> Any:
     return step
 
 
+def saved(step: Any) -> dict[str, int]:
+    """Request → the tokens of it that the step saves."""
+    return {save.request_id: save.content.num_tokens for save in step.saves}
+
+
 def keep(engine: CacheEngine, tokens: list[int]) -> None:
     engine.store(engine.content(tokens), Blocks())
 
@@ -277,11 +282,11 @@ def test_an_aborted_request_leaves_nothing(make: Any, engine: CacheEngine) -> No
 def test_whole_chunks_are_saved_as_they_are_complete_and_the_tail_with_the_prompt(make: Any) -> None:
     side, each = make(), request()
     side.matched(each, 0)
-    saved = []
+    seen = []
     for computed, scheduled in ((0, 300), (300, 100), (400, 300), (700, 1)):
         each.num_computed_tokens = computed
-        saved.append([save.content.num_tokens for save in planned(side, r=scheduled).saves])
-    assert saved == [[256], [], [640], []]
+        seen.append(saved(planned(side, r=scheduled)))
+    assert seen == [{"r": 256}, {}, {"r": 640}, {}]
 
 
 def test_several_ranks_save_nothing_until_all_have_loaded_what_was_promised(
@@ -300,6 +305,54 @@ def test_several_ranks_save_nothing_until_all_have_loaded_what_was_promised(
     side.reported(Report(step=step.number, failed={"r": 256}))
     each.num_computed_tokens = 256
     assert [save.content.num_tokens for save in planned(side, r=444).saves] == [640]
+
+
+def test_what_another_connector_loads_is_saved_once_vllm_has_dealt_with_its_failures(make: Any) -> None:
+    """Beside ours in vLLM's MultiConnector: it can tell of a failure only when the step's KV is saved."""
+    side, older, loading, sharing = make(), *(request(name=name) for name in ("older", "loading", "sharing"))
+    side.matched(older, 0)
+    side.allocated(older, ([1, 2, 3, 4, 5, 6],), 0)
+    assert saved(planned(side, older=300)) == {"older": 256}
+    side.matched(loading, 0)
+    side.matched(sharing, 512)  # the engine shares what it thinks is there
+    for each in (loading, sharing):
+        side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
+        each.num_computed_tokens = 512
+    older.num_computed_tokens = 600
+    step = planned(side, older=100, loading=188, sharing=188)
+    assert step.awaited
+    assert saved(step) == {"older": 512}, "nothing else was computed before"
+    older.num_computed_tokens = 700
+    between = planned(side, older=1, loading=1, sharing=1)
+    assert (between.awaited, saved(between)) == (False, {})
+    side.reported(Report(step=step.number, failed={}))
+    loading.num_computed_tokens = 0  # it failed
+    assert saved(planned(side, older=1, loading=600, sharing=188)) == {
+        "older": 640,
+        "loading": 512,
+        "sharing": 640,
+    }
+
+
+def test_another_connector_s_load_for_a_request_that_is_left_out_counts_as_well(make: Any) -> None:
+    side, left_out, sharing = make(), request(name="left_out", resumable=True), request(name="sharing")
+    for each, num_local in ((left_out, 0), (sharing, 512)):
+        side.matched(each, num_local)
+        side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
+        each.num_computed_tokens = 512
+    assert saved(planned(side, left_out=188, sharing=188)) == {}
+    side.finished("left_out")
+    assert not side._known.keys() & {"left_out"}
+
+
+def test_what_one_rank_loads_is_no_reason_to_wait(make: Any, engine: CacheEngine) -> None:
+    keep(engine, PROMPT[:512])
+    side, each = make(), request()
+    assert side.matched(each, 128) == (384, False)
+    side.allocated(each, ([1, 2, 3, 4, 5, 6],), 384)
+    each.num_computed_tokens = 512
+    step = planned(side, r=188)
+    assert (step.awaited, saved(step)) == (False, {"r": 640})
 
 
 def test_tokens_that_are_not_confirmed_are_not_saved(make: Any) -> None:

@@ -156,6 +156,10 @@ def test_a_step_waits_for_memory_once_however_much_it_has_to_save(
     assert asked == [32]
 
 
-def test_a_step_without_loads_reports_nothing(worker: Worker) -> None:
+def test_a_step_without_loads_is_reported_only_when_it_is_awaited(worker: Worker) -> None:
     worker.side.load(Step(number=1))
     assert worker.side.report() is None
+    worker.side.load(Step(number=2, awaited=True))
+    report = worker.side.report()
+    assert report is not None
+    assert (report.step, report.failed) == (2, {})

@@ -43,12 +43,14 @@ class Step:
     number: int = 0
     """Counts the steps, from 1."""
     confirmed: int = 0
-    """The last step with loads whose report the scheduler had dealt with when it planned this one."""
+    """The last step whose report the scheduler had dealt with when it planned this one."""
+    awaited: bool = False
+    """The scheduler waits for this step's report, also where nothing is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How a step's loads went; every step that has some is reported."""
+    """How a step's loads went; every step that has some or is awaited is reported."""
 
     step: int
     failed: Mapping[str, int]

@@ -98,10 +98,13 @@ class SchedulerSide:
         self.mediums = lookups.mediums
         self.contents = Contents(lookups.model, on_growth)
         self._tracked: dict[str, _Tracked] = {}
+        # Of all requests, also those left out: tokens whose KV vLLM had itself, or was promised here.
+        self._known: dict[str, int] = {}
+        self._begun: dict[str, Any] = {}  # requests that were given blocks since the last step was planned
         self._arrivals: list[Arrival] = []  # that may still run, at most `prefetches`
         self._pending: list[Load] = []  # promised since the last step was planned
         self._step = 0
-        self._last_load = 0  # the last step with loads
+        self._in_doubt = 0  # the last step with loads that may have failed, as far as a worker can know
         self._confirmed = 0  # the last one whose report came
 
     # -- the life of a request -------------------------------------------------------------------
@@ -111,6 +114,7 @@ class SchedulerSide:
 
         And whether the request then waits until that is done.
         """
+        self._known[request.request_id] = num_local
         tracked = self._track(request)
         if tracked is None or not self._loads:
             return 0, False
@@ -145,6 +149,7 @@ class SchedulerSide:
 
         For a request that waited it comes again when the load is done, with no tokens.
         """
+        self._begun[request.request_id] = request
         tracked = self._tracked.get(request.request_id)
         if tracked is None or num_tokens <= 0:
             self._waiting.pop(request.request_id, None)
@@ -168,6 +173,7 @@ class SchedulerSide:
                 lookup_ids=tracked.held.lookup_ids,
             )
         )
+        self._known[request.request_id] = end
         tracked.saved = max(tracked.saved, tracked.offer.num_tokens)
         tracked.held = tracked.offer = None  # the workers end these pins
         self._let_go(tracked)
@@ -181,23 +187,31 @@ class SchedulerSide:
         """The plan for the step that vLLM has just scheduled, with what was promised since the last."""
         self._step += 1
         step = Step(loads=self._pending, number=self._step, confirmed=self._confirmed)
-        if self._pending:
-            self._last_load, self._pending = self._step, []
+        self._pending = []
         return step
 
     def plan_saves(self, step: Step, scheduled: Any) -> None:
         """Adds what the step completes.
 
-        With several ranks nothing is saved until it is known that all could load what was promised: a rank
-        that could would keep KV that it computed with one that couldn't. Behind requests that wait there is
-        nothing to compute before.
+        A step is in doubt while a load in it may fail that a worker doesn't hear of before it saves: another
+        rank's, or another connector's. A request of that step may be computed behind the load, whose ever it
+        is: KV may be shared. So of a step in doubt only what was computed before it is saved, and nothing
+        until its report has come; vLLM has then taken back what failed.
         """
-        unsure = self._lookups.several_ranks and self._last_load > self._confirmed
-        if not self._saves or (unsure and not self._requests_wait):
+        begun, self._begun = self._begun, {}
+        if not self._saves:
+            return
+        sure = self._in_doubt <= self._confirmed
+        doubt = self._another_rank_may_fail(step) or any(map(self._loaded_elsewhere, begun.values()))
+        if doubt:
+            self._in_doubt, step.awaited = step.number, True
+        if not sure:
             return
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and (end := self._complete(tracked, num_scheduled)) > tracked.saved:
+            if tracked is None or (doubt and request_id in begun):
+                continue
+            if (end := self._complete(tracked, 0 if doubt else num_scheduled)) > tracked.saved:
                 tracked.saved = end  # whatever happens now: it is tried once
                 blocks = scheduled.kv_connector_block_state.get_block_ids(request_id)
                 self.contents.grow(tracked.content, tracked.request, end)
@@ -216,6 +230,7 @@ class SchedulerSide:
     def finished(self, request_id: str) -> None:
         """The request is gone, however it ended."""
         self._waiting.pop(request_id, None)
+        self._known.pop(request_id, None)
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
             self._let_go(tracked)
@@ -296,6 +311,15 @@ class SchedulerSide:
         if tracked.held is not None:
             held, tracked.held, tracked.offer = tracked.held, None, None
             self._lookups.release(held)
+
+    def _another_rank_may_fail(self, step: Step) -> bool:
+        """Behind requests that wait there is nothing to compute before all ranks' reports."""
+        return self._lookups.several_ranks and bool(step.loads) and not self._requests_wait
+
+    def _loaded_elsewhere(self, request: Any) -> bool:
+        """Whether vLLM counts on KV that it neither had nor was promised here: the load of another connector,
+        beside this one in its MultiConnector."""
+        return bool(request.num_computed_tokens > self._known.get(request.request_id, 0))
 
     def _complete(self, tracked: _Tracked, num_scheduled: int) -> int:
         """How many leading tokens' KV will be complete and confirmed after this step, as far as saved."""

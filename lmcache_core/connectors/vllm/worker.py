@@ -28,7 +28,7 @@ class WorkerSide:
         """`blocks` are of the cache's groups; `on_lost` is told how many tokens a failed load leaves."""
         self._cache = cache
         self._blocks = tuple(blocks)
-        self._rank = rank
+        self.rank = rank
         self._on_lost = on_lost
         self._chunk_tokens = cache.model.chunk_tokens
         self._requests_wait = requests_wait(cache.groups)
@@ -57,7 +57,7 @@ class WorkerSide:
                     blocks = block_ids[end // block_tokens : -(-load.end // block_tokens)]
                     self._failed_blocks.update(blocks)
                     self._bad_blocks.update(dict.fromkeys(blocks, step.number))
-        if step.loads:
+        if step.loads or step.awaited:
             self._report = Report(step=step.number, failed=failed)
         if self._requests_wait:
             self._arrived.update(load.request_id for load in step.loads)
@@ -75,7 +75,7 @@ class WorkerSide:
                 return  # no memory: the others would wait for it in vain, one after the other
 
     def report(self) -> Report | None:
-        """How the step's loads went, once."""
+        """How the step's loads went, once; None where nobody asks."""
         report, self._report = self._report, None
         return report
 
@@ -98,7 +98,7 @@ class WorkerSide:
             log.exception("request %s: loading failed", load.request_id)
             return load.first
         finally:
-            self._cache.release(load.lookup_ids[self._rank])
+            self._cache.release(load.lookup_ids[self.rank])
 
     def _load_group(self, load: Load, index: int) -> int:
         group, engine = self._cache.groups[index], self._cache.engines[index]
