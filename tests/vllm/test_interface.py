@@ -19,6 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as base, SupportsHMA
 from vllm.v1.core.block_pool import BlockPool
 from lmcache_core.connectors import vllm
+from lmcache_core.connectors.vllm import connector
+from lmcache_core.connectors.vllm.metadata import AddressMetadata, ReportMetadata
+from lmcache_core.connectors.vllm.ranks import RankAddress
 vllm.register(); vllm.register()
 ours = KVConnectorFactory.get_connector_class_by_name(vllm.NAME)
 ended = []
@@ -26,6 +29,25 @@ made = object.__new__(ours)
 made._scheduler = SimpleNamespace(finished=ended.append)
 made.request_finished(SimpleNamespace(request_id="one group"), [1])
 made.request_finished_all_groups(SimpleNamespace(request_id="all groups"), ([1], [2]))
+
+connector.RankLookups = list
+several = object.__new__(ours)
+several._scheduler, several._publisher = None, None
+several._vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+several._make_scheduler = lambda addresses: [address.path for address in addresses]
+first, second = (RankAddress(path, b"nonce", b"{}", {}, False) for path in ("first", "second"))
+for handshake in ([], [object(), object()], [AddressMetadata(first), object()]):
+    several.set_xfer_handshake_metadata_pp_aware({(0, rank): each for rank, each in enumerate(handshake)})
+def told(**addresses):
+    ranks = ReportMetadata(None, {int(rank[1:]): address for rank, address in addresses.items()})
+    several.update_connector_output(SimpleNamespace(kv_connector_worker_meta=ranks, kv_cache_events=None))
+    return several._scheduler
+told(_1=second)
+missing = {
+    "matched": several.get_num_new_matched_tokens(None, 0),
+    "asked": several.build_connector_meta(None).where,
+    "reached": [told(_1=second), told(_1=second, _0=first)],
+}
 def parameters(function):
     return [[each.name, each.kind.name] for each in inspect.signature(function).parameters.values()]
 theirs = {**vars(base), **vars(SupportsHMA)}
@@ -37,6 +59,7 @@ print("@@" + json.dumps({
     "strays": [n for n in vars(ours) if n[0] != "_" and not hasattr(base, n) and n not in hooks],
     "groups": issubclass(ours, SupportsHMA),
     "ended": ended,
+    "missing": missing,
     "null_block": BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16).null_block.block_id,
 }))
 """
@@ -100,3 +123,8 @@ def test_our_hooks_take_what_theirs_take(seen: Any) -> None:
 def test_a_request_ends_by_whichever_hook_vllm_calls(seen: Any) -> None:
     """Its MultiConnector calls the older one when a connector beside ours knows one group only."""
     assert seen["ended"] == ["one group", "all groups"]
+
+
+def test_ranks_whose_handshake_is_another_connector_s_are_asked_and_all_must_answer(seen: Any) -> None:
+    """Its MultiConnector hands on the first handshake that it is given, to all of its connectors."""
+    assert seen["missing"] == {"matched": [0, False], "asked": True, "reached": [None, ["first", "second"]]}

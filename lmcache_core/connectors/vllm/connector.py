@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._groups = attention_groups(kv_cache_config)
         self._worker: WorkerSide | None = None
         self._server: LookupServer | None = None
+        self._asked_where = False  # with this step
         self._tally = Tally()
         self._news: RankNews | None = None
         self._publisher: Publisher | None = None
@@ -92,7 +94,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._scheduler is None:
-            return StepMetadata()
+            return StepMetadata(where=True)
         step = self._scheduler.step()
         self._plan_saves(step, scheduler_output)
         return StepMetadata(step)
@@ -100,8 +102,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(metadata, ReportMetadata):
-            self._scheduler.reported(metadata.report)
+        if isinstance(metadata, ReportMetadata):
+            self._reach(metadata.addresses)
+            if self._scheduler is not None and metadata.report is not None:
+                self._scheduler.reported(metadata.report)
         if self._publisher is not None:
             self._publisher.heard(connector_output.kv_cache_events)
 
@@ -129,11 +133,19 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._publisher.blocks.forget()
         return True
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], AddressMetadata]) -> None:
-        """Takes the addresses of all ranks: {(stage, rank in the stage): address}."""
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Takes the addresses of all ranks: {(stage, rank in the stage): address}.
+
+        vLLM's MultiConnector hands on the first handshake that it is given: where that isn't ours, the ranks
+        are asked with the first step.
+        """
+        told = [metadata[place] for place in sorted(metadata)]
+        self._reach({i: each.address for i, each in enumerate(told) if isinstance(each, AddressMetadata)})
         if self._scheduler is None:
-            addresses = [metadata[place].address for place in sorted(metadata)]
-            self._scheduler = self._make_scheduler(RankLookups(addresses))
+            log.warning(
+                "vLLM has handed on another connector's handshake: the ranks are asked where they are with "
+                "the first step, whose requests are not cached"
+            )
 
     # -- the workers' hooks ----------------------------------------------------------------------
 
@@ -153,25 +165,14 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def get_handshake_metadata(self) -> AddressMetadata | None:
         """Where the scheduler reaches this rank's lookups, unless it shares the process."""
-        parallel = self._vllm_config.parallel_config
-        cache = cache_here(self._transfer.engine_id)
-        alone = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
-        if cache is None or alone:
-            return None
-        self._server = self._server or LookupServer(cache)
-        return AddressMetadata(
-            RankAddress(
-                path=self._server.path,
-                nonce=self._server.nonce,
-                model_json=cache.model.to_json(),
-                mediums=cache.mediums,
-                has_far_tiers=cache.has_far_tiers,
-            )
-        )
+        address = self._address()
+        return None if address is None else AddressMetadata(address)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.load(self._get_connector_metadata().step)
+            metadata = self._get_connector_metadata()
+            self._asked_where = metadata.where
+            self._worker.load(metadata.step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything was loaded before the forward."""
@@ -192,8 +193,12 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return set() if self._worker is None else self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
-        report = None if self._worker is None else self._worker.report()
-        return None if report is None else ReportMetadata(report)
+        if self._worker is None:
+            return None
+        report, address = self._worker.report(), self._address() if self._asked_where else None
+        if report is None and address is None:
+            return None
+        return ReportMetadata(report, {} if address is None else {self._worker.rank: address})
 
     @guarded(nothing)
     def get_kv_connector_kv_cache_events(self) -> NewsBatch | None:
@@ -235,6 +240,27 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def _plan_saves(self, step: Step, scheduler_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.plan_saves(step, scheduler_output)
+
+    def _address(self) -> RankAddress | None:
+        """Where this rank's lookups are reached; None where the scheduler shares the process."""
+        parallel = self._vllm_config.parallel_config
+        cache = cache_here(self._transfer.engine_id)
+        alone = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
+        if cache is None or alone:
+            return None
+        self._server = self._server or LookupServer(cache)
+        return RankAddress(
+            path=self._server.path,
+            nonce=self._server.nonce,
+            model_json=cache.model.to_json(),
+            mediums=cache.mediums,
+            has_far_tiers=cache.has_far_tiers,
+        )
+
+    def _reach(self, addresses: Mapping[int, RankAddress]) -> None:
+        """Takes the ranks' addresses once all are there: one that is missing makes everything a miss."""
+        if self._scheduler is None and len(addresses) == self._vllm_config.parallel_config.world_size:
+            self._scheduler = self._make_scheduler(RankLookups([addresses[i] for i in sorted(addresses)]))
 
     def _make_scheduler(self, lookups: Lookups) -> SchedulerSide:
         if wanted(self._vllm_config) and any(group.window is None for group in self._groups):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,18 +20,27 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers, with every step."""
 
     step: Step = field(default_factory=Step)
+    where: bool = False
+    """The scheduler doesn't know yet how it reaches the ranks' lookups."""
 
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler, when loads failed."""
+    """Workers to scheduler, with steps that it wants to hear of."""
 
-    report: Report
+    report: Report | None = None
+    addresses: Mapping[int, RankAddress] = field(default_factory=dict)
+    """By rank, when it asked where they are."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
         """One report of several ranks."""
         assert isinstance(other, ReportMetadata)
-        return ReportMetadata(self.report.with_rank(other.report))
+        report = self.report
+        if report is None:
+            report = other.report
+        elif other.report is not None:
+            report = report.with_rank(other.report)
+        return ReportMetadata(report, {**self.addresses, **other.addresses})
 
 
 @dataclass
