@@ -4,101 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm_two_groups import BLOCK, CHUNK, FULL, MODEL, WINDOW, Rank, Zeros, content, part, two_groups
 
 from lmcache_core.connectors.vllm.blocks import RequestBlocks
-from lmcache_core.connectors.vllm.grouped import GroupedCache, common_end
+from lmcache_core.connectors.vllm.grouped import common_end
 from lmcache_core.connectors.vllm.groups import Group, common_block_tokens, requests_wait
-from lmcache_core.connectors.vllm.lookups import LocalLookups
-from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
-from lmcache_core.connectors.vllm.scheduler import SchedulerSide
-from lmcache_core.connectors.vllm.worker import WorkerSide
+from lmcache_core.connectors.vllm.plan import Load, Report, Step
 from lmcache_core.engine import CacheEngine
-from lmcache_core.identity import Content, ModelRecord, NamedContent, Part
-from lmcache_core.kernels import OpaqueBlocks
+from lmcache_core.identity import NamedContent
 
-BLOCK, CHUNK, WINDOW = 16, 64, 40
-FULL, SLIDING = Group(BLOCK), Group(BLOCK, window=WINDOW)
-MODEL = ModelRecord(weights="w", config={}, chunk_tokens=CHUNK)
-PROMPT = list(range(330))
-
-
-def part(group: str) -> Part:
-    return Part(layers=(0, 2), heads=(0, 2), content_format="test", content_nbytes=8, group=group)
-
-
-def content(num_tokens: int = len(PROMPT)) -> Content:
-    made = Content(MODEL)
-    made.extend(PROMPT[:num_tokens])
-    return made
-
-
-class Zeros:
-    def gather(self, first_token: int, num_tokens: int, payload: Any) -> None:
-        for segment in payload:
-            segment[:] = bytes(len(segment))
-
-
-class Rank:
-    """A rank with a group of full attention and one with a window, 40 numbered blocks each."""
-
-    def __init__(self, engine: CacheEngine, window: int = WINDOW) -> None:
-        groups = [FULL, Group(BLOCK, window=window)]
-        self.cache = GroupedCache(groups, [engine, engine.beside(part("window"))])
-        shape = (40, 2, BLOCK, 2)
-        self.kv = [
-            [torch.randn(shape, generator=torch.Generator().manual_seed(10 * g + i)) for i in range(2)]
-            for g in range(2)
-        ]
-        self.blocks = [OpaqueBlocks(layers) for layers in self.kv]
-        self.lost: list[int] = []
-        self.side = WorkerSide(self.cache, self.blocks, rank=0, on_lost=self.lost.append)
-
-    def keep(self, group: int, num_tokens: int, skip: int = 0) -> None:
-        mask = [False] * skip + [True] * (num_tokens - skip)
-        self.cache.engines[group].store(content(num_tokens), Zeros(), mask=mask)
-
-    def save(self, num_tokens: int, full: list[int], window: list[int]) -> None:
-        names = NamedContent.of(content(), num_tokens)
-        self.side.save(Step(saves=[Save(request_id="r", content=names, block_ids=[full, window])], number=1))
-
-    def load(self, first: int, end: int, full: list[int], window: list[int]) -> tuple[set[str], set[str]]:
-        num_tokens, ids = self.cache.hold(content(), len(PROMPT))
-        load = Load(
-            request_id="r",
-            content=NamedContent.of(content(), num_tokens),
-            first=first,
-            end=end,
-            block_ids=[full, window],
-            lookup_ids=[ids],
-        )
-        self.side.load(Step(loads=[load], number=1))
-        assert self.pins() == 0
-        return self.side.arrived()
-
-    def held(self, group: int, skip: int, num_tokens: int) -> int:
-        hashes = content().hashes[skip // CHUNK : num_tokens // CHUNK]
-        return self.cache.engines[group].lookup(hashes=hashes).num_tokens
-
-    def hit(self, limit: int = len(PROMPT)) -> int:
-        num_tokens, ids = self.cache.hold(content(), limit)
-        self.cache.release(ids)
-        assert self.pins() == 0
-        return num_tokens
-
-    def pins(self) -> int:
-        return len(self.cache.engines[0]._chain.pins.active())
+SLIDING = Group(BLOCK, window=WINDOW)
 
 
 @pytest.fixture
 def rank() -> Iterator[Rank]:
-    config = {"chunk_tokens": CHUNK, "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}]}
-    with CacheEngine(config, model=MODEL, part=part("full")) as engine:
-        yield Rank(engine)
+    with two_groups() as rank:
+        yield rank
 
 
 def test_a_window_needs_what_the_next_token_sees() -> None:
@@ -165,11 +90,9 @@ def test_of_two_ranks_the_one_that_loaded_less_counts() -> None:
     assert one.with_rank(other).failed == other.with_rank(one).failed == {"r": 64, "s": 0, "t": 64}
 
 
-def test_what_a_longer_hit_would_have_needed_is_not_held(tmp_path: Path) -> None:
+def test_what_a_longer_hit_would_have_needed_is_not_held() -> None:
     """The first of the two chunks that its window needs was there, and pinned by the first lookup."""
-    config = {"chunk_tokens": CHUNK, "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}]}
-    with CacheEngine(config, model=MODEL, part=part("full")) as engine:
-        rank = Rank(engine, window=100)
+    with two_groups(window=100) as rank:
         rank.keep(0, 320)
         rank.keep(1, 256, skip=192)
         assert rank.hit() == 0
@@ -233,6 +156,27 @@ def test_a_load_brings_what_its_own_end_needs_however_much_more_was_held(rank: R
     assert torch.equal(rank.kv[1][0][[25, 26, 27]], expected)
 
 
+def test_a_load_reads_of_a_window_only_what_its_end_needs(rank: Rank) -> None:
+    rank.keep(0, 320)
+    rank.keep(1, 320, skip=256)
+    assert rank.load(0, 320, list(range(20, 40)), [0] * 17 + [37, 38, 39]) == ({"r"}, set())
+
+
+def test_a_load_reads_nothing_that_the_engine_has(rank: Rank) -> None:
+    rank.keep(0, 320, skip=128)
+    rank.keep(1, 320, skip=256)
+    load = Load(
+        request_id="r",
+        content=NamedContent.of(content(), 320),
+        first=128,
+        end=320,
+        block_ids=[list(range(20, 40)), [0] * 17 + [37, 38, 39]],
+        lookup_ids=[[]],
+    )
+    rank.side.load(Step(loads=[load], number=1))
+    assert rank.side.arrived() == ({"r"}, set())
+
+
 def test_one_group_that_lost_its_part_takes_the_request_back(rank: Rank) -> None:
     rank.save(320, list(range(1, 21)), list(range(1, 21)))
     num_tokens, ids = rank.cache.hold(content(), 1000)
@@ -272,11 +216,9 @@ def test_a_chunk_whose_end_has_lost_something_it_sees_is_not_stored(rank: Rank) 
     assert rank.held(0, 0, 192) == 192
 
 
-def test_a_chunk_is_not_stored_without_what_its_last_token_sees(tmp_path: Path) -> None:
+def test_a_chunk_is_not_stored_without_what_its_last_token_sees() -> None:
     """A hit may leave that token to compute: here what it sees begins a block earlier than for the next."""
-    config = {"chunk_tokens": CHUNK, "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}]}
-    with CacheEngine(config, model=MODEL, part=part("full")) as engine:
-        rank = Rank(engine, window=BLOCK + 1)
+    with two_groups(window=BLOCK + 1) as rank:
         rank.save(128, list(range(1, 9)), [0, 0, 0, 0, 0, 0, 0, 8])
         assert rank.held(1, 64, 128) == 0
         rank.save(128, list(range(1, 9)), [0, 0, 0, 0, 0, 0, 7, 8])
@@ -309,100 +251,3 @@ def test_parts_beside_each_other_share_their_tiers_and_nothing_else(rank: Rank) 
     full.close()
     assert window.store(content(), Zeros()).num_tokens == 0
     assert window.lookup(content()).num_tokens == 0
-
-
-class Both(LocalLookups):
-    """As if it were two ranks."""
-
-    several_ranks = True
-
-
-def scheduler(rank: Rank, num_blocks: int = 100) -> SchedulerSide:
-    return SchedulerSide(
-        Both(rank.cache),
-        rank.cache.groups,
-        num_blocks=num_blocks,
-        loads=True,
-        saves=True,
-        tails=True,
-        prefetch_deadline_s=1.0,
-        prefetches=1,
-        pin_ttl_s=60.0,
-    )
-
-
-def request(name: str = "r") -> Any:
-    return SimpleNamespace(
-        request_id=name,
-        prompt_token_ids=PROMPT,
-        all_token_ids=PROMPT,
-        num_tokens=len(PROMPT),
-        num_prompt_tokens=len(PROMPT),
-        num_computed_tokens=0,
-        cache_salt=None,
-        lora_request=None,
-        mm_features=[],
-        pooling_params=None,
-    )
-
-
-def planned(side: SchedulerSide, **num_scheduled: int) -> Step:
-    step = side.step()
-    tables = SimpleNamespace(get_block_ids=lambda name: ([1, 2, 3], [0, 5, 6]))
-    side.plan_saves(
-        step, SimpleNamespace(num_scheduled_tokens=num_scheduled, kv_connector_block_state=tables)
-    )
-    return step
-
-
-def test_a_request_waits_for_its_load_and_starts_anew_where_it_failed(rank: Rank) -> None:
-    rank.keep(0, 320)
-    rank.keep(1, 320)
-    side, each = scheduler(rank), request()
-    assert side.matched(each, 64) == (256, True)
-    tables = (list(range(1, 21)), [0] * 17 + [18, 19, 20])
-    side.allocated(each, tables, 256)
-    step = planned(side)
-    [load] = step.loads
-    assert (load.first, load.end, load.block_ids) == (64, 320, tables)
-    rank.side.load(step)
-    assert planned(side, another=1).saves == []
-    side.reported(Report(step=step.number, failed={"r": 192}))
-    assert side.matched(each, 0) == (0, False), "vLLM would count the blocks of a second load twice"
-    assert side.matched(request("another"), 0) == (320, True)
-    side.finished("r")
-    side.finished("another")
-    assert rank.pins() == 0
-
-
-@pytest.mark.parametrize("end", ["computed", "gone"])
-def test_no_more_requests_wait_than_fit_when_all_are_taken_back(rank: Rank, end: str) -> None:
-    rank.keep(0, 320)
-    rank.keep(1, 320)
-    side = scheduler(rank, num_blocks=2 * (21 + 1) * 2 - 1)
-    first, second = request("first"), request("second")
-    assert side.matched(first, 0) == (320, True)
-    side.allocated(first, (list(range(1, 21)), [0] * 17 + [18, 19, 20]), 320)
-    assert side.matched(second, 0) == (None, False)
-    rank.side.load(planned(side))
-    assert side.matched(second, 0) == (None, False)
-    if end == "gone":
-        side.finished("first")
-    else:
-        side.allocated(first, (list(range(1, 22)), [0] * 17 + [18, 19, 20, 21]), 0)
-    assert side.matched(second, 0) == (320, True)
-    side.finished("second")
-    assert rank.pins() == 0
-
-
-def test_nothing_waits_to_be_saved_for_a_load_that_nobody_computes_behind(rank: Rank) -> None:
-    rank.keep(0, 320)
-    rank.keep(1, 320)
-    side, waiting, other = scheduler(rank), request(), request("other")
-    other.cache_salt = "salt"
-    side.matched(waiting, 0)
-    side.matched(other, 0)
-    side.allocated(waiting, (list(range(1, 21)), [0] * 17 + [18, 19, 20]), 320)
-    [save] = planned(side, other=130).saves
-    assert (save.request_id, save.content.num_tokens) == ("other", 128)
-    assert save.block_ids == ([1, 2, 3], [0, 5, 6])

@@ -11,6 +11,7 @@ import pytest
 from lmcache_core.connectors.vllm import identity
 from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.connectors.vllm.identity import in_order, model_record, rank_part
+from lmcache_core.connectors.vllm.rank import own_layers
 from lmcache_core.connectors.vllm.settings import cache_config, read_settings
 from lmcache_core.connectors.vllm.support import attention_groups, check_config
 from lmcache_core.errors import ConfigError, UnsupportedModel
@@ -153,6 +154,20 @@ def test_heads_or_layers_that_cannot_be_placed_are_refused() -> None:
 def test_layers_are_ordered_by_number_not_by_name() -> None:
     names = [f"model.layers.{layer}.attn" for layer in (10, 9, 2, 11)]
     assert in_order(names) == [f"model.layers.{layer}.attn" for layer in (2, 9, 10, 11)]
+
+
+def test_a_layer_that_reads_another_s_kv_is_not_counted_and_the_first_one_names_it() -> None:
+    """vLLM lists both in the group, and gives both the same tensor."""
+    shared, other, last = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (1, 2, 3))
+    layers = {"m.10.attn": last, "m.2.attn": shared, "m.0.attn": shared, "m.1.attn": other}
+    caches: Any = layers
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[*layers])])
+    for names in ([*layers], [*reversed(layers)]):
+        config.kv_cache_groups[0].layer_names = names
+        assert own_layers(config, caches) == [["m.0.attn", "m.1.attn", "m.10.attn"]]
+    config.kv_cache_groups[0].layer_names = ["m.0.attn"]
+    with pytest.raises(UnsupportedModel, match=r"m\.1\.attn.* are in no group"):
+        own_layers(config, caches)
 
 
 def test_every_byte_of_the_weights_and_every_field_that_counts_is_in_the_record(tmp_path: Path) -> None:

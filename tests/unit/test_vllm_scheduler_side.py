@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_core.connectors.vllm.grouped import GroupedCache
 from lmcache_core.connectors.vllm.groups import Group
-from lmcache_core.connectors.vllm.lookups import LocalLookups
+from lmcache_core.connectors.vllm.lookups import Held, LocalLookups
 from lmcache_core.connectors.vllm.plan import Report
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.engine import CacheEngine
@@ -267,6 +267,28 @@ def test_what_vllm_does_not_take_is_let_go(make: Any, engine: CacheEngine) -> No
     side.allocated(request(), ([],), 0)
     assert num_pins(engine) == 0
     assert planned(side).loads == []
+
+
+def test_what_is_offered_is_looked_up_and_pinned_anew_after_half_of_its_pins_life(
+    make: Any, engine: CacheEngine, clock: Clock
+) -> None:
+    class Counted(LocalLookups):
+        num_lookups = 0
+
+        def hold(self, content: Content, limit: int) -> Held:
+            self.num_lookups += 1
+            return super().hold(content, limit)
+
+    keep(engine, PROMPT[:640])
+    lookups = Counted(alone(engine))
+    side = make(lookups, pin_ttl_s=60.0)
+    seen = []
+    for clock.now in (0.0, 29.9, 30.0, 59.9, 60.0):
+        assert side.matched(request(), 0) == (640, False)
+        seen.append((lookups.num_lookups, num_pins(engine)))
+    assert seen == [(1, 1), (1, 1), (2, 1), (2, 1), (3, 1)]
+    side.finished("r")
+    assert num_pins(engine) == 0
 
 
 def test_an_aborted_request_leaves_nothing(make: Any, engine: CacheEngine) -> None:

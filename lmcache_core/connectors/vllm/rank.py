@@ -54,7 +54,7 @@ def open_rank(
     blocks: list[Blocks] = []
     parts: list[Part] = []
     for names, group, spec in zip(
-        _layers(kv_cache_config, kv_caches), groups, attention_specs(kv_cache_config), strict=True
+        own_layers(kv_cache_config, kv_caches), groups, attention_specs(kv_cache_config), strict=True
     ):
         nbytes = getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)
         memory, axes = blocks_of(
@@ -96,10 +96,14 @@ def close_rank(engine_id: str) -> None:
         cache.close()
 
 
-def _layers(kv_cache_config: Any, kv_caches: Mapping[str, Tensor]) -> list[list[str]]:
+def own_layers(kv_cache_config: Any, kv_caches: Mapping[str, Tensor]) -> list[list[str]]:
     """Each group's layers that have KV of their own, in the model's order.
 
-    A layer that reads another's KV has the same tensor; groups share memory, but never a block.
+    A layer that reads another's KV has the same tensor, and comes after it in the model; groups share memory,
+    but never a block.
+
+    Raises:
+        UnsupportedModel: a layer in no group, or a group without one.
     """
     left = set(kv_caches)
     found: list[list[str]] = []
