@@ -39,15 +39,19 @@ def check(file: Path, open_tiers: bool) -> None:
     click.echo(f"{file}: ok: {chain}" + (", all opened" if open_tiers else ""))
 
 
-def checked(file: Path, *, open_tiers: bool = False) -> CacheConfig:
-    """
+def checked(file: Path, *, open_tiers: bool = False, may_be_down: bool = False) -> CacheConfig:
+    """The config in `file`, once its tiers can be built; and once opened and closed, with `open_tiers`.
+
+    A tier that `may_be_down` is refused only for what no waiting mends.
+
     Raises:
         ConfigError: the file can't be read or holds something that isn't understood.
-        ClickException: a plugin is missing or refuses its options; begins with the file.
+        ClickException: a plugin is missing or refuses its options, or a tier can't be opened; begins with
+            the file.
     """
     config = load_config(file)
     try:
-        _check_tiers(config, open_tiers=open_tiers)
+        _check_tiers(config, open_tiers=open_tiers, may_be_down=may_be_down)
     except LMCacheError as error:
         message = str(error)  # an error about a key begins with the file and the key's line
         raise click.ClickException(
@@ -62,16 +66,21 @@ def schema() -> None:
     click.echo(json.dumps(json_schema(), indent=2))
 
 
-def _check_tiers(config: CacheConfig, *, open_tiers: bool) -> None:
+def _check_tiers(config: CacheConfig, *, open_tiers: bool, may_be_down: bool) -> None:
     from lmcache_core.tiers.backends import prepare_tiers
 
     registry = discover()
     prepare_tiers(config, registry)
     if open_tiers:
-        _open_tiers(config, registry)
+        failures = _open_tiers(config, registry)
+        for position, tier in enumerate(config.tiers):
+            if tier.name in failures and not may_be_down:
+                message = f"can't be opened: {failures[tier.name]}"
+                raise ConfigError(config.located(("tiers", position), message))
 
 
-def _open_tiers(config: CacheConfig, registry: Registry) -> None:
+def _open_tiers(config: CacheConfig, registry: Registry) -> dict[str, str]:
+    """Opens and closes every tier. Returns why those that are down are."""
     from lmcache_core.tiers import build_chain
 
     events = EventBus()
@@ -80,10 +89,7 @@ def _open_tiers(config: CacheConfig, registry: Registry) -> None:
     with _told_once():
         chain = build_chain(config, registry, parts=(), events=events)
         chain.close(time.monotonic() + CLOSE_DEADLINE_S)
-    for position, tier in enumerate(config.tiers):
-        if tier.name in failures.reasons:
-            message = f"can't be opened: {failures.reasons[tier.name]}"
-            raise ConfigError(config.located(("tiers", position), message))
+    return failures.reasons
 
 
 @contextmanager

@@ -80,17 +80,16 @@ def command(config: Path | None, model: Path | None, folder: Path, repeats: int,
     differs.
     """
     console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
-    if config is not None:
-        checked(config)
     folder = folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tiers = config.resolve() if config is not None else default_config(folder)
+        tiers = config if config is not None else default_config(folder)
     except OSError as error:
         raise click.BadParameter(f"can't be made or written to: {error}", param_hint="--dir") from error
+    checked(tiers, open_tiers=True, may_be_down=True)  # what is wrong is told before a minute of computing
     plan = Plan(
         phase="first",
-        config=str(tiers),
+        config=str(tiers.resolve()),
         model=str(model.resolve()) if model is not None else None,
         model_cache=str(folder),
         repeats=repeats,

@@ -49,14 +49,13 @@ def work(plan: Plan, say: Callable[[Message], None]) -> None:
     say(Stage("Loading the model", LOAD_S))
     model, tokenizer = demo_model.load(folder)
     document, prompts = tokenized(tokenizer, document_text())
-    if plan.phase == "first":
-        say(Document(num_tokens=len(document)))
-        for index, prompt in enumerate(prompts):
-            say(Stage(f"Question {index + 1} without the cache", COLD_S))
-            say(answer_cold(model, tokenizer, index, prompt, plan.max_new_tokens))
     say(Stage("Attaching the cache", LOAD_S))
-    with CachedGenerator(model, Path(plan.config)) as generator:
+    with CachedGenerator(model, Path(plan.config)) as generator:  # refuses what is too small for this model
         if plan.phase == "first":
+            say(Document(num_tokens=len(document)))
+            for index, prompt in enumerate(prompts):
+                say(Stage(f"Question {index + 1} without the cache", COLD_S))
+                say(answer_cold(model, tokenizer, index, prompt, plan.max_new_tokens))
             say(Stage("Reading the document with the cache", COLD_S))
             generator.engine.clear(generator.engine.content(document))  # what an earlier demo left
             generator.prefill(document)

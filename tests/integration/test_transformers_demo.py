@@ -15,24 +15,30 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lmcache_core.cli import demo, demo_model, demo_worker
-from lmcache_core.cli.demo_messages import QUESTIONS, Answer, Plan, Results
+from lmcache_core.cli.demo_messages import QUESTIONS, Answer, Message, Plan, Results
 from lmcache_core.cli.main import main
 from lmcache_core.connectors.transformers import CachedGenerator
 from lmcache_core.errors import ConfigError
 
 
 @pytest.fixture
-def run_demo(tmp_path: Path) -> Callable[..., Result]:
-    """Runs the command on a tiny model whose tokenizer makes a token of each word."""
+def model_folder(tmp_path: Path) -> Path:
+    """A tiny model whose tokenizer makes a token of each word."""
     folder = tmp_path / "model"
     words = sorted(set(re.findall(r"\w+|[^\w\s]+", demo_worker.document_text() + " ".join(QUESTIONS))))
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["[UNK]", *words])}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
     llama(vocab_size=len(words) + 1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_demo(model_folder: Path, tmp_path: Path) -> Callable[..., Result]:
+    """Runs the command on the tiny model."""
 
     def run(*arguments: str) -> Result:
-        options = ["--model", str(folder), "--dir", str(tmp_path / "demo"), "--max-new-tokens", "6"]
+        options = ["--model", str(model_folder), "--dir", str(tmp_path / "demo"), "--max-new-tokens", "6"]
         return CliRunner().invoke(main, ["demo", *options, *arguments])
 
     return run
@@ -130,23 +136,44 @@ def test_a_folder_without_a_model_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "tier", "says"),
     [
-        (["--config", "bad.yaml"], "bad.yaml"),
-        (["--dir", "/proc/no/such/place"], "--dir"),
+        (["--config", "bad.yaml"], "backend: cpu, capactiy: 1GiB", "bad.yaml, line 1: tiers[0].capactiy: "),
+        (["--config", "bad.yaml"], "backend: disk, capacity: 1GiB, options: {path: /proc/kv}", "/proc/kv: "),
+        (["--config", "bad.yaml"], "backend: disk, capacity: 64KiB, options: {path: kv}", "is too little; "),
+        (["--dir", "/proc/no/such/place"], "", "--dir"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_anything_is_computed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], says: str
+def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], tier: str, says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("bad.yaml").write_text("tiers: [{name: cpu, backend: cpu, capactiy: 1GiB}]\n")
+    Path("bad.yaml").write_text(f"tiers: [{{name: a, {tier}}}]\n")
     monkeypatch.setattr(demo, "run_worker", None)
     result = CliRunner().invoke(main, ["demo", *arguments])
     assert result.exit_code in (1, 2)
     assert says in result.output
     assert "Traceback" not in result.output
     assert not isinstance(result.exception, TypeError)
+
+
+def test_what_is_too_small_for_the_model_is_refused_before_anything_is_computed(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "tiers.yaml"
+    config.write_text("tiers: [{name: a, backend: cpu, capacity: 64KiB}]\n", encoding="utf-8")
+    plan = Plan(
+        phase="first",
+        config=str(config),
+        model=str(model_folder),
+        model_cache=str(tmp_path),
+        repeats=1,
+        max_new_tokens=1,
+    )
+    said: list[Message] = []
+    with pytest.raises(ConfigError, match=r"tiers\[0\]\.capacity: 64KiB is too little: a chunk of 256"):
+        demo_worker.work(plan, said.append)
+    assert not [message for message in said if isinstance(message, Answer)]
 
 
 def test_a_missing_model_says_what_to_install(
