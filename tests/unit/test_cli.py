@@ -190,12 +190,25 @@ def check_in_a_process_of_its_own(file: Path, text: str) -> str:
     return done.stderr
 
 
-def test_open_says_once_that_two_tiers_use_one_path(tmp_path: Path) -> None:
-    tier = "  - {{name: {}, backend: disk, capacity: 1MiB, options: {{path: kv}}}}\n"
-    text = "tiers:\n" + tier.format("a") + tier.format("b")
-    output = check_in_a_process_of_its_own(tmp_path / "cache.yaml", text)
-    assert output.startswith("Error: cache.yaml, line 3: tiers[1]: can't be opened: ")
-    assert "by this process); another tier or engine of this process uses the same path" in output
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        (
+            ("kv", "kv"),
+            "can't be opened: .*by this process\\); another tier .* uses the same path: give each",
+        ),
+        (("kv", "kv/shard-000"), "path .*/kv/shard-000 lies inside .*/kv, .*: give each a directory of"),
+        (("kv/b", "kv"), "path .*/kv/b lies inside .*/kv, .*: give each a directory of its own"),
+        (("kv", "/proc/kv"), "path /proc/kv: no files can be kept there .*; choose a directory on a disk"),
+    ],
+)
+def test_open_says_once_which_path_cannot_be_a_tiers(tmp_path: Path, paths: Sequence[str], says: str) -> None:
+    tiers = [
+        f"  - {{name: {name}, backend: disk, capacity: 1MiB, options: {{path: {path}}}}}"
+        for name, path in zip("ab", paths, strict=True)
+    ]
+    output = check_in_a_process_of_its_own(tmp_path / "cache.yaml", "\n".join(["tiers:", *tiers]))
+    assert re.match(f"Error: cache.yaml, line 3: tiers\\[1\\]: {says}", output), output
     assert output.count("\n") == 1
 
 

@@ -47,6 +47,34 @@ def test_a_path_that_cannot_be_written_is_a_config_error(open_disk: OpenDisk, co
         open_disk(files=ProbedFiles(before))
 
 
+@pytest.mark.parametrize("inner", ["kv/sub", "kv/shard-000", "kv/shard-000/slots", "link/sub"])
+def test_a_path_inside_another_tiers_is_a_config_error_whether_that_is_open_or_not(
+    tmp_path: Path, inner: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    disk = Disk(tmp_path / "kv")
+    before = sorted(disk.path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"lies inside {disk.path}, .* a directory of its own"):
+            Disk(tmp_path / inner)
+        disk.close()
+    assert sorted(disk.path.rglob("*")) == before
+
+
+def test_a_path_around_another_tiers_is_a_config_error_while_that_is_open(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "kv" / "sub")
+    with pytest.raises(ConfigError, match=f"{disk.path} lies inside {tmp_path}/kv, "):
+        Disk(tmp_path / "kv")
+    disk.close()
+    Disk(tmp_path / "kv").close()
+
+
+def test_another_programs_directory_above_is_no_tiers(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"format": "xl"}', '{"version": 1}'):
+        (tmp_path / "format.json").write_text(text)
+        Disk(tmp_path / "kv").close()
+
+
 def test_a_directory_that_fails_for_now_is_unavailable(open_disk: OpenDisk) -> None:
     def before(name: str, argument: object) -> None:
         if name == "preadv":

@@ -16,8 +16,8 @@ from pathlib import Path
 from lmcache_core.sdk import BackendUnavailable, ConfigError, LMCacheError
 from lmcache_core_disk.direct_io import PAGE
 from lmcache_core_disk.files import Files
-
-FORMAT = 1
+from lmcache_core_disk.nesting import leave_place, take_place
+from lmcache_core_disk.small_files import FORMAT, FORMAT_FILE, check_format, read_small, write_small
 
 ROOT_OVERHEAD_NBYTES = 8 * PAGE  # the directory, `format.json` and `lock`
 SHARD_OVERHEAD_NBYTES = 16 * PAGE  # two directories, `lock`, `meta.json`, its successor, and the probe
@@ -25,7 +25,7 @@ LEAST_NBYTES = 1 << 20
 """The smallest share that is worth a shard."""
 
 _SHARD = "shard-{:03d}"
-_META, _LOCK, _FORMAT, _SLOTS = "meta.json", "lock", "format.json", "slots"
+_META, _LOCK, _SLOTS = "meta.json", "lock", "slots"
 _LOCK_POLL_S = 0.01
 _KEPT_PARTS = 64  # 64 of 16 digits: the file stays within a page
 _USERS_FAULT = frozenset(
@@ -69,6 +69,7 @@ class Directory:
         self.processes = processes
         self.capacity_nbytes = capacity_nbytes - ROOT_OVERHEAD_NBYTES
         self.share_nbytes = self.capacity_nbytes // processes
+        self._place: Path | None = None  # its real path, while it is open
         self._fd = -1
         self._lock_fd = -1
 
@@ -76,9 +77,13 @@ class Directory:
         """Makes the directory where it doesn't exist, and proves that it is ours to use.
 
         Raises:
-            ConfigError: the path can't be used, or holds a format this version doesn't know.
+            ConfigError: the path can't be used, lies inside another tier's, or holds a format this version
+                doesn't know.
             BackendUnavailable: another process is making it, for `timeout_s` now.
         """
+        place = Path(os.path.realpath(self.path))
+        take_place(self._files, place)
+        self._place = place
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = self._files.open_directory(str(self.path))
@@ -87,20 +92,23 @@ class Directory:
                 with self.locked(timeout_s):  # another process may be making the same directory
                     if not self._has_format():
                         text = json.dumps({"format": FORMAT}).encode("ascii")
-                        write_small(self._files, _FORMAT, text, self._fd)
+                        write_small(self._files, FORMAT_FILE, text, self._fd)
         except OSError as error:
             raise unusable(self.path, error) from error.with_traceback(None)
 
     def close(self) -> None:
+        place, self._place = self._place, None
+        if place is not None:
+            leave_place(place)
         for fd in (self._lock_fd, self._fd):
             if fd >= 0:
                 self._files.close(fd)
         self._fd = self._lock_fd = -1
 
     def _has_format(self) -> bool:
-        text = read_small(self._files, _FORMAT, self._fd)
+        text = read_small(self._files, FORMAT_FILE, self._fd)
         if text:
-            check_format(text, self.path / _FORMAT)
+            check_format(text, self.path / FORMAT_FILE)
         return bool(text)
 
     @contextmanager
@@ -339,48 +347,7 @@ def unusable(path: Path, error: OSError) -> LMCacheError:
     reason = error.strerror or str(error)
     if error.errno in _USERS_FAULT:
         return ConfigError(
-            f"path {path}: {reason}; choose a directory that this user (uid {os.getuid()}) can write to"
+            f"path {path}: no files can be kept there ({reason}); choose a directory on a disk that this "
+            f"user (uid {os.getuid()}) can write to"
         )
     return BackendUnavailable(f"path {path}: {reason}")
-
-
-def check_format(text: bytes, where: Path) -> dict[str, object]:
-    """The fields of a format or meta file.
-
-    Raises:
-        ConfigError: another version wrote it, or it is none of ours.
-    """
-    try:
-        fields = json.loads(text)
-    except ValueError:
-        fields = None
-    if isinstance(fields, dict) and fields.get("format") == FORMAT:
-        return fields
-    found = fields.get("format") if isinstance(fields, dict) else None
-    raise ConfigError(
-        f"{where} says format {found!r}, and this version of lmcache-core-disk knows {FORMAT}: nothing was "
-        f"changed; install the version that wrote it, or choose another path"
-    )
-
-
-def read_small(files: Files, name: str, dir_fd: int) -> bytes:
-    """A file of at most a page; empty when it doesn't exist."""
-    try:
-        fd = files.open(name, os.O_RDONLY, dir_fd)
-    except FileNotFoundError:
-        return b""
-    try:
-        content = bytearray(PAGE)
-        return bytes(content[: files.preadv(fd, [memoryview(content)], 0)])
-    finally:
-        files.close(fd)
-
-
-def write_small(files: Files, name: str, content: bytes, dir_fd: int) -> None:
-    """Replaces a file whole or not at all."""
-    fd = files.open(f"{name}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd)
-    try:
-        files.pwritev(fd, [memoryview(content)], 0)
-    finally:
-        files.close(fd)
-    files.rename(f"{name}.new", name, dir_fd, dir_fd)
