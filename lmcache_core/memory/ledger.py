@@ -15,7 +15,8 @@ from lmcache_core.events import LeaseLost
 if TYPE_CHECKING:
     from lmcache_core.memory.lease import Hold
     from lmcache_core.memory.mapping import Mapping
-    from lmcache_core.memory.slabs import SlabTable, Slot
+    from lmcache_core.memory.slab_table import SlabTable
+    from lmcache_core.memory.slabs import Slot
 
 Exporter = weakref.ref[ctypes.Array[ctypes.c_ubyte]]
 

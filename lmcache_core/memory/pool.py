@@ -13,7 +13,7 @@ from lmcache_core.memory.lease import Lease
 from lmcache_core.memory.ledger import Claim, Ledger
 from lmcache_core.memory.mapping import HUGE_PAGE, Mapping
 from lmcache_core.memory.reclaim import Reclaim, Reclaimer
-from lmcache_core.memory.slabs import PAGE, SlabTable
+from lmcache_core.memory.slab_table import PAGE, SlabTable
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from lmcache_core.memory.lease import Hold, tell_evicted
 from lmcache_core.memory.ledger import Claim, Ledger
-from lmcache_core.memory.slabs import Refused, Slab, Slot
+from lmcache_core.memory.slab_table import Refused
+from lmcache_core.memory.slabs import Slab, Slot
 
 MAX_PARTIAL_DRAINS = 4
 """Slabs that one allocation may evict from without emptying them, before it tries no more."""
