@@ -25,7 +25,7 @@ from lmcache_core.identity import (
 )
 from lmcache_core.identity.tokens import TOKEN_NBYTES, token_bytes
 from lmcache_core.registry import Registry, discover
-from lmcache_core.tiers import StorageTier, TierChain, build_chain
+from lmcache_core.tiers import StorageTier, TierChain, build_chain, locate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ def _records(chain: TierChain) -> list[ModelRecord]:
     records = []
     for key in sorted(_stored_keys(chain, "n-")):
         deadlines = chain.deadlines()
-        for frame, _ in chain.stream([key], chain.locate([key], chain.tiers, deadlines), deadlines):
+        for frame, _ in chain.stream([key], locate([key], chain.tiers, deadlines), deadlines):
             with frame:
                 if frame.header.kind is FrameKind.RECORD:
                     with suppress(ValueError):  # of another release: it can't answer for a request of ours
@@ -322,7 +322,7 @@ def _first_key(content: Content, finding: ModelFinding) -> StorageKey:
 
 def _header(chain: TierChain, key: StorageKey) -> FrameHeader | None:
     deadlines = chain.deadlines()
-    for frame, _ in chain.stream([key], chain.locate([key], chain.tiers, deadlines), deadlines):
+    for frame, _ in chain.stream([key], locate([key], chain.tiers, deadlines), deadlines):
         with frame:
             return frame.header
     return None  # gone, late or damaged

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_core.identity import Content, Part, StorageKey, chunk_key
-from lmcache_core.tiers import Deadlines, Run, Tier, TierChain
+from lmcache_core.tiers import Deadlines, Run, Tier, TierChain, find_first, locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Plan:
         wanted = hashes if limit is None else hashes[: max(limit, 0) // chunk_tokens]
         keys = [chunk_key(part.digest, digest) for digest in wanted]
         deadlines = chain.deadlines()
-        runs = chain.locate(keys, tiers, deadlines)
+        runs = locate(keys, tiers, deadlines)
         return cls(keys[: runs[-1].stop] if runs else [], runs, deadlines, 0, chunk_tokens, None)
 
     @classmethod
@@ -60,8 +60,9 @@ class Plan:
     def tokens_by_tier(self) -> dict[str, int]:
         counts: dict[str, int] = {}
         for run in self.runs:
-            count = sum(self.tokens_of(position)[1] for position in range(run.start, run.stop))
-            counts[run.tier.name] = counts.get(run.tier.name, 0) + count
+            first, _ = self.tokens_of(run.start)
+            last, num_tokens = self.tokens_of(run.stop - 1)
+            counts[run.tier.name] = counts.get(run.tier.name, 0) + last + num_tokens - first
         return counts
 
     def places(self) -> Iterator[tuple[str, StorageKey]]:
@@ -87,12 +88,12 @@ def plan_hit(
     keys = content.keys(part)[: most // chunk_tokens]
     start = min(start_chunk, len(keys))
     deadlines = chain.deadlines()
-    runs = chain.locate(keys, tiers, deadlines, start)
+    runs = locate(keys, tiers, deadlines, start)
     keys = keys[: runs[-1].stop if runs else start]
     tail = None
     if tails and len(keys) >= start_chunk:
         named = [tail for tail in content.tails_after(part, len(keys)) if tail.end <= most]
-        run = chain.find_first([tail.key for tail in named], tiers, deadlines)
+        run = find_first([tail.key for tail in named], tiers, deadlines)
         if run is not None:
             found = named[run.start]
             tail = (found.first_token, found.num_tokens)

@@ -6,6 +6,7 @@ from lmcache_core.tiers.chain import TierChain
 from lmcache_core.tiers.frames import Frame
 from lmcache_core.tiers.index import ResidencyIndex
 from lmcache_core.tiers.layers import LayeredFrame
+from lmcache_core.tiers.locating import find_first, locate
 from lmcache_core.tiers.memory_tier import MemoryTier
 from lmcache_core.tiers.requests import Deadlines, Marks, Policy, Run, Tier
 from lmcache_core.tiers.storage_tier import StorageTier
@@ -24,5 +25,7 @@ __all__ = [
     "Tier",
     "TierChain",
     "build_chain",
+    "find_first",
+    "locate",
     "prepare_tiers",
 ]

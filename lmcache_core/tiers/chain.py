@@ -1,4 +1,4 @@
-"""The ordered tiers: where a frame is, how it gets here, where it should be, and what leaves."""
+"""The ordered tiers: how a frame gets here, where it should be, and what leaves."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TierChain:
         """Runs `action` once the tiers are closed."""
         self._on_close.append(action)
 
-    # -- where is it -----------------------------------------------------------------------------
+    # -- time ------------------------------------------------------------------------------------
 
     def now(self) -> float:
         """On the clock that deadlines are by."""
@@ -74,43 +74,6 @@ class TierChain:
     def deadlines(self) -> Deadlines:
         """One request's time: each tier's deadline runs from when the request first needs it."""
         return Deadlines(self.policies, self._clock)
-
-    def locate(
-        self,
-        keys: Sequence[StorageKey],
-        tiers: Sequence[Tier],
-        deadlines: Deadlines,
-        start: int = 0,
-    ) -> list[Run]:
-        """The runs that together cover the longest prefix of `keys[start:]` held by the union of tiers."""
-        runs: list[Run] = []
-        position = start
-        while position < len(keys):
-            for rank, tier in enumerate(tiers):
-                length = tier.prefix_length(keys, position, deadlines.of(tier))
-                if length:
-                    stop = _stop_where_nearer(keys, position, position + length, tiers[:rank])
-                    runs.append(Run(tier, position, stop))
-                    position = stop
-                    break
-            else:
-                break
-        return runs
-
-    def find_first(
-        self, keys: Sequence[StorageKey], tiers: Sequence[Tier], deadlines: Deadlines
-    ) -> Run | None:
-        """The first of `keys`, in their order, that any tier holds. One question a tier."""
-        found: Run | None = None
-        for tier in tiers:
-            wanted = keys if found is None else keys[: found.start]
-            if not wanted:
-                break
-            held = tier.held(wanted, deadlines.of(tier))
-            if True in held:
-                position = held.index(True)
-                found = Run(tier, position, position + 1)
-        return found
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -409,13 +372,3 @@ class TierChain:
         for action in self._on_close:
             action()
         self.pool.close()
-
-
-def _stop_where_nearer(keys: Sequence[StorageKey], start: int, stop: int, nearer: Sequence[Tier]) -> int:
-    """The first position after `start` that a nearer tier holds, else `stop`."""
-    for tier in nearer:
-        for position in range(start + 1, stop):
-            if tier.contains(keys[position]):
-                stop = position
-                break
-    return stop

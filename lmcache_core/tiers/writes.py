@@ -17,6 +17,7 @@ from lmcache_core.tiers.index import ResidencyIndex, Resident
 from lmcache_core.tiers.jobs import DeleteJob, StoreJob, Write, why
 
 RECOVER_CAPACITY_S = 60.0
+"""How long a store that was full below its bound is believed to have no more room."""
 
 
 class WriteTarget(Protocol):
@@ -223,6 +224,7 @@ class WriteQueue:
         return batch, False
 
     def _make_room(self, wanted: _Batch) -> None:
+        self._believe_the_bound_again()
         going: list[Write] = []
         victims: list[Resident] = []
         for write in wanted.writes:
@@ -348,12 +350,6 @@ class WriteQueue:
         )
         self._target.wrote(write.key)
         self._end(write)
-        with self._lock:
-            recovered = 0.0 < self._capacity_back_at <= self._clock()
-            if recovered:
-                self._capacity_back_at = 0.0
-        if recovered:
-            self._target.index.set_capacity(self._target.capacity_bytes)
 
     def _squeeze(self, write: Write) -> bool:
         """The store was full below its bound: believe it for a while, evict, and try once more."""
@@ -368,6 +364,15 @@ class WriteQueue:
             write.running = False
             self._waiting.appendleft(write)
         return True
+
+    def _believe_the_bound_again(self) -> None:
+        """Here, since what was kept when it was full may be less than any write to come."""
+        with self._lock:
+            over = 0.0 < self._capacity_back_at <= self._clock()
+            if over:
+                self._capacity_back_at = 0.0
+        if over:
+            self._target.index.set_capacity(self._target.capacity_bytes)
 
     def _evicted(self, hold: Hold) -> None:
         if hold.tag is not None:

@@ -23,7 +23,7 @@ from lmcache_core.events import Event, EventBus, FrameRejected, StoreShed
 from lmcache_core.identity import Content, StorageKey
 from lmcache_core.kernels.checks import address_of
 from lmcache_core.registry import Registry
-from lmcache_core.tiers import Frame, Marks, MemoryTier, build_chain
+from lmcache_core.tiers import Frame, Marks, MemoryTier, build_chain, locate
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class ChunkFrames:
 
     def num_held(self, names: Sequence[StorageKey]) -> int:
         """How many of `names` are held before the first that isn't. Asks; costs at most a deadline."""
-        runs = self.chain.locate(names, self.chain.tiers, self.chain.deadlines())
+        runs = locate(names, self.chain.tiers, self.chain.deadlines())
         return runs[-1].stop if runs else 0
 
     def touch(self, names: Sequence[StorageKey]) -> None:
@@ -127,7 +127,7 @@ class ChunkFrames:
         """Loads chunks in order until one can't be had; how many could. Each is proved right before
         `scatter(position, segments)` sees it."""
         deadlines = self.chain.deadlines()
-        runs = self.chain.locate(names, self.chain.tiers, deadlines)
+        runs = locate(names, self.chain.tiers, deadlines)
         stream = self.chain.stream(names, runs, deadlines)
         loaded = 0
         try:
