@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from lmcache_core.identity import Content, ModelRecord, Tokens
-from lmcache_core.identity.tokens import token_bytes
+from lmcache_core.identity.tokens import unchecked_bytes
 
 REMEMBERED_REQUESTS = 8
 
@@ -18,7 +18,7 @@ class RecentContents:
         self._remembered: deque[tuple[bytes, Content]] = deque(maxlen=REMEMBERED_REQUESTS)
 
     def of(self, tokens: Tokens) -> Content:
-        raw = token_bytes(tokens)
+        raw = unchecked_bytes(tokens)  # what is remembered has been checked, and `extend` checks the rest
         for known, content in reversed(tuple(self._remembered)):
             if known == raw:
                 return content

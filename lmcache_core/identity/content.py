@@ -177,10 +177,9 @@ class Content:
         self._append(raw, end)
         self._extras.extend(sorted(extras))
         self._num_tokens = end
-        size, previous = self.model.chunk_tokens, self._hashes[-1] if self._hashes else self.root
-        for start in range(len(self._hashes) * size, end - size + 1, size):
-            previous = self._hash(previous, start, size)
-            self._hashes.append(previous)
+        size, known = self.model.chunk_tokens, len(self._hashes)
+        previous = self._hashes[-1] if known else self.root
+        self._hashes += self._chain(previous, known * size, size, end // size - known)
 
     def chunk(self, i: int) -> tuple[int, int]:
         """(first token, number of tokens) of whole chunk `i`.
@@ -241,11 +240,19 @@ class Content:
         self._buffer[start:end] = raw
 
     def _hash(self, previous: bytes, first: int, count: int) -> bytes:
-        tokens = self._buffer[first * TOKEN_NBYTES : (first + count) * TOKEN_NBYTES]
-        preimage = previous + _U32.pack(count) + tokens
-        if self._extras:
-            preimage += self._extras_bytes(first, first + count)
-        return blake2b(preimage, digest_size=HASH_NBYTES).digest()
+        return self._chain(previous, first, count, 1)[0]
+
+    def _chain(self, previous: bytes, first: int, count: int, num_links: int) -> list[bytes]:
+        """The hashes of `num_links` runs of `count` tokens from `first` on, each over the one before it."""
+        tokens, length, hashes = memoryview(self._buffer), _U32.pack(count), []
+        for start in range(first, first + num_links * count, count):
+            end = start + count
+            preimage = previous + length + tokens[start * TOKEN_NBYTES : end * TOKEN_NBYTES]
+            if self._extras:
+                preimage += self._extras_bytes(start, end)
+            previous = blake2b(preimage, digest_size=HASH_NBYTES).digest()
+            hashes.append(previous)
+        return hashes
 
     def _extras_bytes(self, first: int, end: int) -> bytes:
         low = bisect_left(self._extras, first, key=_offset)

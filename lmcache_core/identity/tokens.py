@@ -43,6 +43,14 @@ def token_bytes(tokens: Tokens) -> bytes:
         TypeError: neither a buffer of int32 or int64 nor a sequence of ints (floats, raw bytes, text, …).
         ValueError: an id is negative or doesn't fit int32, or the buffer isn't one-dimensional.
     """
+    raw = unchecked_bytes(tokens)
+    if not raw[3::4].isascii():  # the highest byte of each id: not ASCII means its sign bit is set
+        raise ValueError(_OUT_OF_RANGE)
+    return raw
+
+
+def unchecked_bytes(tokens: Tokens) -> bytes:
+    """`token_bytes`, but for the check that no id is negative, which is most of its time."""
     if not isinstance(tokens, (list, tuple)):
         view = _buffer(tokens)
         if view is not None:
@@ -50,7 +58,7 @@ def token_bytes(tokens: Tokens) -> bytes:
         if not isinstance(tokens, Sequence):
             raise TypeError(f"tokens must be a buffer or a sequence of ints, not {type(tokens).__name__}")
     try:
-        return _checked(array("i", tokens).tobytes())
+        return array("i", tokens).tobytes()
     except OverflowError:
         raise ValueError(_OUT_OF_RANGE) from None
     except TypeError as error:
@@ -71,7 +79,7 @@ def _from_buffer(view: memoryview) -> bytes:
     if _FORMATS.get(view.format.lstrip("@=<")) != view.itemsize:
         raise TypeError(f"tokens must be int32 or int64, not a buffer of format {view.format!r}")
     if view.itemsize == TOKEN_NBYTES:
-        return _checked(view.tobytes())
+        return view.tobytes()
     return b"".join(_lower_halves(view[i : i + _BLOCK_TOKENS]) for i in range(0, len(view), _BLOCK_TOKENS))
 
 
@@ -79,10 +87,4 @@ def _lower_halves(view: memoryview) -> bytes:
     halves = array("i", view.tobytes())
     if halves[1::2].tobytes() != bytes(len(view) * TOKEN_NBYTES):
         raise ValueError(_OUT_OF_RANGE)
-    return _checked(halves[::2].tobytes())
-
-
-def _checked(raw: bytes) -> bytes:
-    if not raw[3::4].isascii():  # the highest byte of each id: not ASCII means its sign bit is set
-        raise ValueError(_OUT_OF_RANGE)
-    return raw
+    return halves[::2].tobytes()
