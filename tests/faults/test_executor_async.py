@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from executor_scenario import FRAME_NBYTES, OK, Scenario, fill, frame_of, wait
+from executor_scenario import Scenario
+from scripted_backend import FRAME_NBYTES, OK, fill, frame_of, wait
 
 from lmcache_core.errors import BackendError, BackendUnavailable
 from lmcache_core.storage import Call, Capabilities, Item, Operation, Outcome, Status

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from executor_scenario import FRAME_NBYTES, OK, Scenario, read_frames, settle_all, wait
+from executor_scenario import Scenario
+from scripted_backend import FRAME_NBYTES, OK, read_frames, settle_all, wait
 
 from lmcache_core.errors import BackendUnavailable, DeadlineExceeded
 from lmcache_core.storage import BreakerState, Call, Item, Operation, Outcome, Status

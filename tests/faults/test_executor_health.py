@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from executor_scenario import (
-    MISS,
-    OK,
-    Behaviour,
-    Scenario,
-    in_turn,
-    key_of,
-    raising,
-    read_frames,
-    settle_all,
-    wait,
-)
+from executor_scenario import Scenario
+from scripted_backend import MISS, OK, Behaviour, in_turn, key_of, raising, read_frames, settle_all, wait
 
 from lmcache_core.errors import BackendError, BackendUnavailable
 from lmcache_core.events import BreakerChanged

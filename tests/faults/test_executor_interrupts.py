@@ -6,7 +6,8 @@ import asyncio
 import threading
 
 import pytest
-from executor_scenario import MISS, Scenario, key_of, settle_all, wait
+from executor_scenario import Scenario
+from scripted_backend import MISS, key_of, settle_all, wait
 
 from lmcache_core.errors import BackendError
 from lmcache_core.events import BreakerChanged, Event

@@ -7,7 +7,8 @@ import os
 import threading
 
 import pytest
-from executor_scenario import OK, Scenario, key_of, read_frames, settle_all, wait
+from executor_scenario import Scenario
+from scripted_backend import OK, key_of, read_frames, settle_all, wait
 
 from lmcache_core.errors import (
     BackendClosed,

@@ -10,17 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from executor_scenario import (
-    FRAME_NBYTES,
-    OK,
-    RecordingJob,
-    Scenario,
-    key_of,
-    raising,
-    read_frames,
-    settle_all,
-    wait,
-)
+from executor_scenario import RecordingJob, Scenario
+from scripted_backend import FRAME_NBYTES, OK, key_of, raising, read_frames, settle_all, wait
 
 from lmcache_core.errors import (
     BackendError,

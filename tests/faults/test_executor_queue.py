@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from executor_scenario import FRAME_NBYTES, Scenario, key_of, read_frames, wait
+from executor_scenario import Scenario
+from scripted_backend import FRAME_NBYTES, key_of, read_frames, wait
 
 from lmcache_core.errors import BackendError, NotSupported
 from lmcache_core.storage import Capabilities, Operation, Priority, Status

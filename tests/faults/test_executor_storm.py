@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from executor_scenario import FRAME_NBYTES, Hang, RecordingJob, Scenario, fill, frame_of, wait
+from executor_scenario import RecordingJob, Scenario
+from scripted_backend import FRAME_NBYTES, Hang, fill, frame_of, wait
 
 from lmcache_core.errors import BackendUnavailable
 from lmcache_core.storage import Call, Capabilities, Item, Operation, Outcome, Priority, Status

@@ -6,17 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
-from executor_scenario import (
-    FRAME_NBYTES,
-    OK,
-    Scenario,
-    fill,
-    frame_of,
-    key_of,
-    read_frames,
-    settle_all,
-    wait,
-)
+from executor_scenario import Scenario
+from scripted_backend import FRAME_NBYTES, OK, fill, frame_of, key_of, read_frames, settle_all, wait
 
 from lmcache_core.errors import BackendError, Corrupt
 from lmcache_core.frame import FrameHeader

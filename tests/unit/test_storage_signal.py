@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from executor_scenario import PATIENCE_S, FakeClock
+from executor_scenario import FakeClock
+from scripted_backend import PATIENCE_S
 
 from lmcache_core.storage.signal import Signal, Watched
 

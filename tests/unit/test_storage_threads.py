@@ -6,7 +6,8 @@ import asyncio
 import threading
 
 import pytest
-from executor_scenario import PATIENCE_S, FakeClock, wait
+from executor_scenario import FakeClock
+from scripted_backend import PATIENCE_S, wait
 
 from lmcache_core.storage import Priority, Verifier
 from lmcache_core.storage.alarm import Alarm
