@@ -21,6 +21,8 @@ class Operation(Enum):
     SCAN = "scan"
     """The executor's own, see `TierExecutor.scan`; not for submitted jobs."""
 
+    __hash__ = object.__hash__  # in C: that of an Enum is Python code, and every call looks things up by this
+
     @property
     def writes(self) -> bool:
         """Whether it changes the store, so that a late result still matters."""

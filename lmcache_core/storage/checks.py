@@ -124,7 +124,7 @@ def _fault(operation: Operation, target: Item | StorageKey, outcome: object) -> 
     status, nbytes = outcome.status, outcome.nbytes
     if status is Status.TIMEOUT:
         return "TIMEOUT is for the core to say"
-    if not isinstance(status, Status) or status not in _ALLOWED[operation]:
+    if status is not Status.OK and not (isinstance(status, Status) and status in _ALLOWED[operation]):
         return f"{status!r} is no outcome of a {operation.value}"
     if type(nbytes) is not int or nbytes < 0:
         return f"nbytes is {nbytes!r}"

@@ -22,6 +22,8 @@ class Crew:
 
     def call_in(self) -> list[Transfer]:
         """Starts a thread where one is of use. Returns what waits, if none starts and there is no other."""
+        if not self._traffic.wants_thread:
+            return []
         claim: list[int] = []  # who pops it has it: the thread, or we, when Ctrl-C came before the thread
         try:
             self._traffic.claim_thread(claim)

@@ -363,10 +363,11 @@ class TierExecutor:
             return self._error(BackendClosed, "closed", transfer)
         if self._state is not _State.OPEN:
             return self._error(BackendUnavailable, self._state.value, transfer)
-        offered = {Operation.DELETE: self._capabilities.delete, Operation.SCAN: self._capabilities.scan}
-        if not offered.get(transfer.operation, True):
-            return self._error(NotSupported, f"this backend has no {transfer.operation.value}", transfer)
-        if self._health.of(transfer.operation).refusing:
+        operation, offers = transfer.operation, self._capabilities
+        lacks_delete = operation is Operation.DELETE and not offers.delete
+        if lacks_delete or (operation is Operation.SCAN and not offers.scan):
+            return self._error(NotSupported, f"this backend has no {operation.value}", transfer)
+        if self._health.of(operation).refusing:
             return self._error(BackendUnavailable, "breaker open", transfer)
         return None
 

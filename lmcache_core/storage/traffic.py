@@ -187,13 +187,19 @@ class Traffic:
 
     # --- threads
 
+    @property
+    def wants_thread(self) -> bool:
+        """Whether one more thread is of use. Without the lock it is true for a moment only, but never false
+        for who has just queued a transfer that no thread will come for."""
+        return self._threads < self._slots and len(self._queue) > self._idle
+
     def claim_thread(self, claim: list[int]) -> None:
         """Adds to `claim` the number of a thread to start now, counted from here on, where one is of use.
 
         Not returned but added: so Ctrl-C can't come between the count and who takes it back.
         """
         with self._lock:
-            if self._threads < self._slots and len(self._queue) > self._idle:
+            if self.wants_thread:
                 self._threads += 1
                 claim.append(self._threads)
 
