@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_by_hand import Config, vllm_config
 
 from lmcache_core.connectors.vllm import identity
 from lmcache_core.connectors.vllm.groups import Group
@@ -16,51 +17,6 @@ from lmcache_core.connectors.vllm.settings import cache_config, read_settings
 from lmcache_core.connectors.vllm.support import attention_groups, check_config
 from lmcache_core.errors import ConfigError, UnsupportedModel
 from lmcache_core.identity import Part, differences
-
-
-class Config(SimpleNamespace):
-    """A Hugging Face config."""
-
-    def to_dict(self) -> dict[str, object]:
-        return dict(vars(self))
-
-
-def vllm_config(folder: Path | str = "/model", **changes: Any) -> Any:
-    hf = Config(
-        hidden_size=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        max_position_embeddings=99,
-    )
-    model = SimpleNamespace(
-        model=str(folder),
-        revision=None,
-        hf_config=hf,
-        hf_text_config=hf,
-        architecture="LlamaForCausalLM",
-        dtype="torch.bfloat16",
-        quantization=None,
-        max_model_len=4096,
-        runner_type="generate",
-        is_encoder_decoder=False,
-        use_mla=False,
-        get_total_num_kv_heads=lambda: 8,
-    )
-    config = SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
-        parallel_config=SimpleNamespace(
-            rank=0,
-            tensor_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
-        load_config=SimpleNamespace(load_format="auto", download_dir=None),
-        speculative_config=None,
-    )
-    for path, value in changes.items():
-        owner, _, field = path.rpartition("__")
-        setattr(getattr(config, owner) if owner else config, field, value)
-    return config
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def _weights(vllm_config: Any, fingerprint_folder: Path | None) -> str:
 def _effective_config(vllm_config: Any) -> dict[str, Value]:
     model = vllm_config.model_config
     rope = rope_types(model.hf_text_config)
-    config = effective_fields(model.hf_config.to_dict(), rope)
+    config = effective_fields({**model.hf_config.to_dict(), **_options(model)}, rope)
     config["architecture"] = str(model.architecture)
     config["compute_dtype"] = _name(model.dtype)
     config["quantization"] = None if model.quantization is None else str(model.quantization)
@@ -139,6 +139,30 @@ def _effective_config(vllm_config: Any) -> dict[str, Value]:
         # vLLM fixes these frequencies when it starts, by the longest sequence that it will take.
         config["max_model_len"] = int(model.max_model_len)
     return config
+
+
+def _options(model: Any) -> dict[str, object]:
+    """What vLLM is told beside the model's config, where it is told anything.
+
+    vLLM's hash of an image covers neither how the engine has it prepared nor what it keeps of a video.
+    """
+    options: dict[str, object] = {}
+    if (told := getattr(model, "quantization_config", None)) is not None:
+        options["quantization_options"] = repr(told)
+    images = getattr(model, "multimodal_config", None)
+    if images is not None:
+        options["mm_processor"] = _processor_files(Path(model.model))
+        for name in ("mm_processor_kwargs", "media_io_kwargs"):
+            options[name] = getattr(images, name, None) or None
+        if getattr(images, "video_pruning_rate", None):
+            options["video_pruning"] = [images.video_pruning_method, images.video_pruning_rate]
+    return options
+
+
+def _processor_files(folder: Path) -> str | None:
+    """A digest of the files that say how images are prepared. A hub's commit covers them."""
+    files = [[file.name, file.read_bytes()] for file in sorted(folder.glob("*processor_config.json"))]
+    return blake2b(encode(files), digest_size=16, person=b"lmcache-core m1").hexdigest() if files else None
 
 
 def _name(dtype: object) -> str:

@@ -33,6 +33,11 @@ _FLAGS: Mapping[str, str] = {
     "config.architecture": _WEIGHTS,
     "config.compute_dtype": "--dtype",
     "config.quantization": "--quantization",
+    "config.quantization_options": "--quantization-config",
+    "config.mm_processor": "the model's *processor_config.json",
+    "config.mm_processor_kwargs": "--mm-processor-kwargs",
+    "config.media_io_kwargs": "--media-io-kwargs",
+    "config.video_pruning": "--video-pruning-rate, --video-pruning-method",
     "config.max_model_len": "--max-model-len, which this kind of RoPE reads",
     "part.content_format": "vLLM's version, instruction set or attention backend, --dtype, --block-size",
     "part.num_layers": "--pipeline-parallel-size, or other attention groups",
@@ -217,7 +222,10 @@ def read_log(file: Path) -> KnownAs:
 
 def in_vllm_s_words(difference: FieldDifference) -> str:
     """The options of vLLM that a field follows from; empty for those that are the model's own."""
-    return _FLAGS.get(difference.field, "")
+    field = difference.field
+    while field and field not in _FLAGS:
+        field = field.rpartition(".")[0]  # an option may hold others
+    return _FLAGS.get(field, "")
 
 
 def _tell(line: RankLine | EpochLine | AdapterLine) -> None:

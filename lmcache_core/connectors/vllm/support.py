@@ -77,6 +77,7 @@ def _attention_spec(spec: Any) -> Any:
 
 def _reasons(vllm_config: Any) -> list[tuple[bool, str]]:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    images = getattr(model, "multimodal_config", None)
     load_format = str(vllm_config.load_config.load_format)
     draft = getattr(vllm_config.speculative_config, "method", None)
     return [
@@ -100,4 +101,19 @@ def _reasons(vllm_config: Any) -> list[tuple[bool, str]]:
         ),
         (model.runner_type != "generate", f"the runner {model.runner_type!r}: only generation is cached"),
         (bool(getattr(model, "is_encoder_decoder", False)), "an encoder-decoder"),
+        (
+            images is not None and not images.language_model_only and not _hashes_images(images, cache),
+            (
+                "images that have no hash: with mm_processor_cache_gb 0 and without prefix caching vLLM only "
+                "numbers them. Leave one of the two on, or set language_model_only"
+            ),
+        ),
+        (
+            getattr(images, "mm_encoder_attn_dtype", None) is not None,
+            "an encoder of images in fp8: its scales aren't told apart yet",
+        ),
     ]
+
+
+def _hashes_images(images: Any, cache: Any) -> bool:
+    return bool(images.mm_processor_cache_gb) or bool(cache.enable_prefix_caching)
