@@ -328,7 +328,7 @@ class TierExecutor:
             return
         error: BackendError | None = None
         try:
-            if isinstance(transfer.job, ScanJob):
+            if transfer.operation is Operation.SCAN and isinstance(transfer.job, ScanJob):
                 transfer.job.read_pages(attempt)
             else:
                 self._methods[transfer.operation](list(attempt.targets), attempt)  # a copy: it may change it
