@@ -6,6 +6,7 @@ Prints the port that it listens on. Ends with its standard input.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 
@@ -43,7 +44,8 @@ async def main(to: int, rate: float) -> None:
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", to)
-        await asyncio.gather(copy(reader, back, None), copy(there, writer, bucket))
+        with contextlib.suppress(asyncio.CancelledError):  # this process ends
+            await asyncio.gather(copy(reader, back, None), copy(there, writer, bucket))
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
