@@ -334,7 +334,7 @@ class Backend(ABC, Generic[C]):
 
     @abstractmethod
     def stats(self) -> BackendStats:
-        """Counters, without I/O."""
+        """Counters, without I/O: at any time, also before `open` and after `close`, and on any thread."""
 
     def delete_many(self, keys: Sequence[StorageKey], call: Call) -> None:
         """Removes values: OK or MISS, then absent to everyone. Only where `Capabilities.delete`."""

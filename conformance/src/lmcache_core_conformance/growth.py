@@ -11,12 +11,17 @@ import threading
 import time
 from collections.abc import Callable
 
+from lmcache_core_conformance.values import PAGE
 from lmcache_core_conformance.verdicts import check
 
 _WINDOWS = 6
 """The first fills what is filled once; each of the others has to grow for a leak."""
 _ROUNDS = 32
 """Rounds of the first two windows; each of the others has twice as many as the one before."""
+_ROUNDS_OF_LIVES = 8
+"""The same, where a round opens and closes a store."""
+_A_LIFE_NBYTES = 2 * PAGE
+"""What a store that was closed may leave: half of it is a page, and far more than notes of its end take."""
 _CLEAN_WINDOWS = 2
 """One could be luck: what something else gives back meanwhile hides a leak."""
 _ROUNDS_A_HANDLE = 32
@@ -33,6 +38,16 @@ def handles() -> dict[str, int]:
     }
 
 
+def more_handles(before: dict[str, int], most: int, timeout_s: float) -> dict[str, int]:
+    """How many more there are, as soon as it is less than `most` of each: who ends may take a while."""
+    until, pause = time.monotonic() + timeout_s, threading.Event()
+    while True:
+        more = {name: count - before[name] for name, count in handles().items()}
+        if max(more.values()) < most or time.monotonic() > until:
+            return more
+        pause.wait(_PAUSE_S)
+
+
 def check_no_growth(work: Callable[[], None], what: str, *, nbytes: int | None = None) -> None:
     """Repeats `work` in windows that grow, until two of them left nothing behind.
 
@@ -43,16 +58,37 @@ def check_no_growth(work: Callable[[], None], what: str, *, nbytes: int | None =
         Violation: `work` leaves more and more behind: a block of memory each time, or half of what it
             stores, or now and then a descriptor or thread.
     """
+    _check(work, what, _ROUNDS, lambda: _held(with_bytes=nbytes is not None), nbytes)
+
+
+def check_no_growth_of_lives(life: Callable[[], None], what: str) -> None:
+    """As `check_no_growth`, for work that opens and closes a store: judged by the memory that it keeps.
+
+    Threads may end a while after `close`, and what one opening leaves open is another property's to say.
+
+    Raises:
+        Violation: each round leaves a page or more behind.
+    """
+    _check(life, what, _ROUNDS_OF_LIVES, _held_by_nobody_any_more, _A_LIFE_NBYTES)
+
+
+def _check(
+    work: Callable[[], None],
+    what: str,
+    rounds: int,
+    held: Callable[[], dict[str, int]],
+    nbytes: int | None,
+) -> None:
     grown: dict[str, int] = {}
-    rounds, clean = _ROUNDS, 0
+    clean = 0
     _let_threads_end()
     gc.freeze()  # what was there before is not looked through: each collection is quick
     try:
         for window in range(_WINDOWS):
-            before = _held(with_bytes=nbytes is not None)
+            before = held()
             for _ in range(rounds):
                 work()
-            after = _held(with_bytes=nbytes is not None)
+            after = held()
             if window:
                 least = _least_of_a_leak(rounds, nbytes)
                 growth = {name: after[name] - before[name] for name in grown or before}
@@ -76,6 +112,7 @@ def _least_of_a_leak(rounds: int, nbytes: int | None) -> dict[str, int]:
         "threads": handle,
         "blocks of memory": rounds,
         "bytes": rounds * (nbytes or 0) // 2,
+        "bytes allocated": rounds * (nbytes or 0) // 2,
     }
 
 
@@ -100,6 +137,14 @@ def _held(*, with_bytes: bool) -> dict[str, int]:
     return found
 
 
+def _held_by_nobody_any_more() -> dict[str, int]:
+    """The memory that is left once the threads of closed stores have ended."""
+    _let_threads_end()
+    gc.collect()
+    _give_free_memory_back()
+    return {"bytes": _resident_bytes(), "bytes allocated": _allocated_bytes()}
+
+
 def _give_free_memory_back() -> None:
     """Without it, memory freed earlier hides what is kept now. Nothing, where the C library is not glibc."""
     with contextlib.suppress(AttributeError):
@@ -110,3 +155,34 @@ def _resident_bytes() -> int:
     """What of the process lies in memory: counted page by page, as /proc/self/statm is not."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+
+
+class _MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = [
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("mapped_bytes", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("used_bytes", ctypes.c_size_t),
+        ("free_bytes", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+def _allocated_bytes() -> int:
+    """What is in use of the C library's heap: RSS misses what lies where memory was before.
+
+    0 where the C library doesn't tell: it is not glibc, or older than 2.33.
+    """
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    ask.restype = _MallocInfo
+    info = ask()
+    return int(info.used_bytes + info.mapped_bytes)

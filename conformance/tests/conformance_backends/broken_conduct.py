@@ -145,6 +145,30 @@ class SharesItsValues(MemoryBackend):
         return super().open(host)
 
 
+@breaks("stores_in_different_places_are_independent")
+class ListsWhatOthersStored(MemoryBackend):
+    """Its namespace is in the names of values, and not in what it lists them by."""
+
+    opened: ClassVar[list[MemoryBackend]] = []
+
+    def open(self, host: Host) -> Capabilities | None:
+        self.opened.append(self)
+        return super().open(host)
+
+    def close(self) -> None:
+        super().close()
+        if self in self.opened:
+            self.opened.remove(self)
+
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        own, known = self.values, [each.values for each in self.opened]
+        try:
+            self.values = {key: value for values in known for key, value in values.items()}
+            return super().scan(call, prefix, cursor, limit)
+        finally:
+            self.values = own
+
+
 # -- honesty -------------------------------------------------------------------------------------
 
 
@@ -191,6 +215,7 @@ class StillStatsWhatItDeleted(MemoryBackend):
 @breaks(
     "deleting_what_is_absent_is_a_miss",
     also=(
+        "stores_in_different_places_are_independent",
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
         *RACES,
     ),
@@ -232,6 +257,14 @@ class ContinuesByPosition(MemoryBackend):
                 for key in keys[start : start + limit]
             ]
         return Page(entries=entries, cursor=str(start + limit) if start + limit < len(keys) else None)
+
+
+@breaks("a_value_present_during_a_whole_scan_is_reported")
+class EndsWhereItsCursorIsGone(MemoryBackend):
+    def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
+        if cursor is not None and cursor not in self.values:
+            return Page(entries=[])
+        return super().scan(call, prefix, cursor, limit)
 
 
 @breaks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from conformance_backends.memory import MemoryBackend, failed
 from conformance_backends.network import NetworkBackend
 from lmcache_core.errors import DeadlineExceeded
 from lmcache_core.identity.keys import StorageKey
+from lmcache_core.sdk import strip_traceback
 from lmcache_core.storage.contract import Call, Capabilities, Host, Item, Outcome, Status
 
 T = TypeVar("T")
@@ -106,6 +108,86 @@ class LooksAtTheClockAlone(NetworkBackend):
         super().fill(sock, item, nbytes, _Clock(call))
 
 
+# -- out of time under way -----------------------------------------------------------------------
+
+
+class _Timeless:
+    """A call that had time when it began, and has it ever after."""
+
+    cancelled = False
+
+    def __init__(self, call: Call) -> None:
+        call.remaining()
+        self.call = call
+        self.deadline = call.deadline
+
+    def remaining(self) -> float:
+        return 30.0
+
+    def done(self, index: int, outcome: Outcome) -> None:
+        self.call.done(index, outcome)
+
+
+@breaks("a_batch_does_nothing_more_once_its_time_is_over")
+class WritesOnBeyondItsDeadline(FileBackend):
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        super().put_many(items, _Timeless(call))
+
+
+@breaks("a_batch_does_nothing_more_once_its_time_is_over")
+class ReadsOnBeyondItsDeadline(FileBackend):
+    def get_many(self, items: Sequence[Item], call: Call) -> None:
+        super().get_many(items, _Timeless(call))
+
+
+@breaks(
+    "a_stalled_store_holds_no_call_beyond_its_deadline",
+    also=(
+        "a_batch_does_nothing_more_once_its_time_is_over",
+        "a_call_behind_a_stalled_one_keeps_its_own_deadline",
+    ),
+)
+class GivesEachItemTheTimeOfAll(NetworkBackend):
+    def get_many(self, items: Sequence[Item], call: Call) -> None:
+        left_s = call.remaining()
+        for index, item in enumerate(items):
+            try:
+                outcome = self.get_one(item, _Within(call, left_s))
+            except DeadlineExceeded as error:
+                outcome = Outcome(status=Status.FAILED, error=strip_traceback(error))
+            call.done(index, outcome)
+
+
+class _Within(_Timeless):
+    def __init__(self, call: Call, left_s: float) -> None:
+        self.call = call
+        self.deadline = time.monotonic() + left_s
+
+    def remaining(self) -> float:
+        left = self.deadline - time.monotonic()
+        if left <= 0 or self.call.cancelled:
+            raise DeadlineExceeded("the item's time is over")
+        return left
+
+
+@breaks(
+    "a_stalled_store_holds_no_call_beyond_its_deadline",
+    also=(
+        "a_call_behind_a_stalled_one_keeps_its_own_deadline",
+        "a_trickling_answer_does_not_stretch_the_deadline",
+        "a_call_cancelled_while_its_answer_trickles_ends",
+        "the_memory_of_a_late_read_is_kept_until_the_backend_lets_go",
+        "a_put_that_lands_late_tells_the_truth",
+    ),
+)
+class KeepsAConnectionThatOwesAnAnswer(NetworkBackend):
+    """Which comes late, and is then taken for the answer to what is asked next."""
+
+    def give_back(self, sock: socket.socket, *, whole: bool) -> None:
+        late = isinstance(sys.exception(), TimeoutError | DeadlineExceeded)
+        super().give_back(sock, whole=whole or late)
+
+
 # -- after close ---------------------------------------------------------------------------------
 
 
@@ -148,7 +230,7 @@ class TakesOnWhatItWillNeverDo(AsynchronousBackend):
             self.hand_over(index, thing, call, one)
 
 
-@breaks(_CLOSED)
+@breaks(_CLOSED, also=("stats_are_told_at_any_time",))
 class StumblesOverWhatItLetGo(MemoryBackend):
     def close(self) -> None:
         self.__dict__.pop("values", None)

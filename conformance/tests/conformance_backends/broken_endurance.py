@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from conformance_backends.catalogue import breaks
 from conformance_backends.files import FileBackend
 from conformance_backends.memory import MISS, MemoryBackend, failed
+from conformance_backends.network import NetworkBackend
+from conformance_backends.retaining_files import PinningFiles
+from lmcache_core.errors import BackendError
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import BackendStats, Call, Capabilities, Item, Outcome, Page, Status
+from lmcache_core.storage.contract import (
+    BackendStats,
+    Call,
+    Capabilities,
+    Host,
+    Item,
+    Outcome,
+    Page,
+    Status,
+)
 
 T = TypeVar("T")
 MANY = "a_store_of_many_values_holds_counts_and_lists_all_of_them"
@@ -145,6 +158,21 @@ class LosesAPermitWhenExpired(MemoryBackend):
         self.permits += 1
 
 
+@breaks("calls_that_end_badly_take_nothing_from_later_ones")
+class LosesAPermitWhenGivenUp(MemoryBackend):
+    permits = 100
+
+    def each(self, things: Sequence[T], call: Call, one: Callable[[T], Outcome]) -> None:
+        call.remaining()
+        if not self.permits:
+            raise BackendError("no permit within the deadline")
+        self.permits -= 1
+        try:
+            super().each(things, call, one)
+        finally:
+            self.permits += not call.cancelled
+
+
 # -- what stays open -----------------------------------------------------------------------------
 
 
@@ -155,6 +183,23 @@ class LeavesADescriptorWhenFull(FileBackend):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         self.medium.write(descriptor, memoryview(value))
         os.close(descriptor)
+
+
+@breaks("connections_that_break_leave_nothing_open")
+class KeepsBrokenConnections(NetworkBackend):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.broken: list[socket.socket] = []
+
+    def give_back(self, sock: socket.socket, *, whole: bool) -> None:
+        if not whole and not self.closed:
+            self.broken.append(sock.dup())
+        super().give_back(sock, whole=whole)
+
+    def close(self) -> None:
+        super().close()
+        while self.broken:
+            self.broken.pop().close()
 
 
 @breaks("nothing_survives_close", also=("a_call_that_comes_after_close_does_no_harm",))
@@ -187,6 +232,26 @@ class RemembersEachList(MemoryBackend):
         page = super().scan(call, prefix, cursor, limit)
         self.listed.append(page)
         return page
+
+
+@breaks(GROWTH)
+class KeepsANoteOfEachPin(PinningFiles):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.notes: list[bytearray] = []
+
+    def pin_one(self, key: StorageKey, ttl_s: float) -> Outcome:
+        self.notes.append(bytearray(64))
+        return super().pin_one(key, ttl_s)
+
+
+@breaks("stores_that_were_closed_leave_no_memory_behind")
+class KeepsABufferOfEachOpening(MemoryBackend):
+    buffers: ClassVar[list[bytes]] = []
+
+    def open(self, host: Host) -> Capabilities | None:
+        self.buffers.append(os.urandom(2 * 4096))
+        return super().open(host)
 
 
 # -- what is charged and counted -----------------------------------------------------------------

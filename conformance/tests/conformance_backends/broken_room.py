@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -123,6 +124,20 @@ class SubtractsTwice(MemoryBackend):
     def stats(self) -> BackendStats:
         known = super().stats()
         return replace(known, used_bytes=known.used_bytes - self.too_much)
+
+
+@breaks(
+    "a_full_medium_is_full_and_loses_nothing",
+    also=("a_put_that_finds_the_medium_full_leaves_nothing_behind",),
+)
+class TriesAgainWhileTheDiskIsFull(FileBackend):
+    """As long as the call has time, which is somebody else's."""
+
+    def refusal(self, error: OSError) -> Outcome:
+        if error.errno == errno.ENOSPC:
+            with self.medium.changed:
+                self.medium.changed.wait_for(lambda: self.medium.fault != "full", 5.0)
+        return super().refusal(error)
 
 
 @breaks("a_put_that_finds_the_medium_full_leaves_nothing_behind")

@@ -1,17 +1,21 @@
-"""Broken beneath the surface: waits, owners, and system calls that move less than asked or fail."""
+"""Broken beneath the surface: waits, stats, owners, and system calls that move less than asked or fail."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from conformance_backends.catalogue import RACES, breaks
 from conformance_backends.files import FileBackend
+from conformance_backends.memory import MemoryBackend
+from lmcache_core.errors import BackendClosed, BackendError
 from lmcache_core.identity.keys import StorageKey
-from lmcache_core.storage.contract import BackendStats, Outcome, Status
+from lmcache_core.storage.contract import BackendStats, Call, Capabilities, Host, Item, Outcome, Status
 
-# -- waits and owners ----------------------------------------------------------------------------
+# -- waits, stats and owners -----------------------------------------------------------------------
 
 
 @breaks("stats_are_told_while_a_put_stalls")
@@ -19,6 +23,45 @@ class CountsUnderTheLockOfItsWrites(FileBackend):
     def stats(self) -> BackendStats:
         with self.lock:
             return super().stats()
+
+
+@breaks("stats_are_told_at_any_time")
+class NeedsOpenBeforeStats(MemoryBackend):
+    def open(self, host: Host) -> Capabilities | None:
+        self.host = host
+        return super().open(host)
+
+    def stats(self) -> BackendStats:
+        return replace(super().stats(), capacity_bytes=self.host.capacity_bytes)
+
+
+@breaks("stats_are_told_at_any_time")
+class RefusesStatsAfterClose(MemoryBackend):
+    closed = False
+
+    def close(self) -> None:
+        super().close()
+        self.closed = True
+
+    def stats(self) -> BackendStats:
+        if self.closed:
+            raise BackendClosed("closed")
+        return super().stats()
+
+
+@breaks("stats_are_told_at_any_time", also=RACES)
+class RefusesStatsWhileItIsBusy(MemoryBackend):
+    busy = 0
+
+    def put_many(self, items: Sequence[Item], call: Call) -> None:
+        self.busy += 1
+        super().put_many(items, call)
+        self.busy -= 1
+
+    def stats(self) -> BackendStats:
+        if self.busy > 0:
+            raise BackendError("busy")
+        return super().stats()
 
 
 @breaks("a_store_that_is_not_shared_has_one_owner_or_one_bound")

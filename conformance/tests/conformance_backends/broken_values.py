@@ -113,6 +113,17 @@ class StripsDashes(MemoryBackend):
         return key.strip("-")
 
 
+@breaks("keys_that_look_alike_are_different_values")
+class DeletesWhatBeginsAlike(MemoryBackend):
+    """As a server does that is told to delete all under a prefix."""
+
+    def delete_one(self, key: StorageKey) -> Outcome:
+        outcome = super().delete_one(key)
+        with self.lock:
+            self.values = {name: value for name, value in self.values.items() if not name.startswith(key)}
+        return outcome
+
+
 @breaks(
     "a_sealed_frame_still_verifies_after_a_round_trip", also=(*THROUGH_THE_CORE, "a_value_may_be_any_bytes")
 )

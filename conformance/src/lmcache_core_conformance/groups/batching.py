@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,10 +11,14 @@ from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Item, Outcome, Status
 from lmcache_core_conformance.driver import Buffer, Got, RecordingCall, Store, Want
 from lmcache_core_conformance.properties import Group, needs
-from lmcache_core_conformance.timing import Running
+from lmcache_core_conformance.reach import Reach
+from lmcache_core_conformance.timing import Running, deadline_of
 from lmcache_core_conformance.values import PAGE, key_named, value_of
-from lmcache_core_conformance.verdicts import NotApplicable, check
+from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
 
+_LATE_ITEMS = 16
+_TRIES = 4
+_POLL_S = 0.005
 _ALLOWED = {
     "put": {Status.OK, Status.FULL, Status.FAILED},
     "get": {Status.OK, Status.MISS, Status.TOO_SMALL, Status.FAILED},
@@ -166,6 +172,39 @@ class Batching(Group):
         missing = [status.name for status in seen if status is not Status.OK]
         check(not missing, f"at the moment when a put is settled OK, get gives {missing}")
 
+    def test_a_batch_does_nothing_more_once_its_time_is_over(self) -> None:
+        """A deadline looked at once a batch is none: a long prefix on a slow disk is read to its end."""
+        self.bench.require_medium("file", "network", why="what is done too late can't be seen from outside")
+        count = min(_LATE_ITEMS, self.bench.capabilities.max_batch or _LATE_ITEMS)
+        if count < _LATE_ITEMS // 2:
+            raise NotApplicable(f"capability max_batch is {count}: such a batch is soon at its end")
+        place = self.bench.place()
+        store, reach, hook = self.bench.open(place), Reach(self.bench, place), self.bench.harness.raw_get
+        keys = [key_named(f"late {n}") for n in range(count)]
+        values = [(key, value_of(key, 1, PAGE)) for key in keys]
+        there: list[int] = []
+
+        def look() -> None:
+            there.append(sum(hook(place.directory, key) is not None for key in keys))
+
+        def remove_all() -> None:
+            for key in keys:
+                reach.raw_delete(key)
+
+        self._held_beyond_its_deadline(store, lambda: [o.status for o in store.put_many(values)], look)
+        look()
+        check(there[-2], "harness hook `raw_get` sees nothing of a stored value")
+        late = there[-1] - there[-2]
+        check(late <= count // 2, f"of a batch of {count} puts, {late} were done after its deadline")
+        for key, value in values:
+            self.put(store, key, value)
+        wants = [Want(key, (PAGE,)) for key in keys]
+        read = self._held_beyond_its_deadline(
+            store, lambda: [got.status for got in store.get_many(wants)], remove_all
+        )
+        late = read.count(Status.MISS)  # those that were looked for when all had been removed
+        check(late <= count // 2, f"of a batch of {count} gets, {late} were done after its deadline")
+
     @needs("max_batch")
     def test_a_batch_of_the_declared_maximum_is_taken_by_every_operation(self) -> None:
         """A limit that holds for one operation only fails the others' full batches."""
@@ -234,6 +273,38 @@ class Batching(Group):
         self._settled(store, "stat", [o.status for o in store.stat_many([absent, *keys[1:]])])
         if self.bench.capabilities.delete:
             self._settled(store, "delete", [o.status for o in store.delete_many([absent, *keys[1:]])])
+
+    def _held_beyond_its_deadline(
+        self, store: Store, call: Callable[[], list[Status]], over: Callable[[], None]
+    ) -> list[Status]:
+        """How the items of a call end that is held up where its first one is settled, until its time is over.
+
+        What is under way by itself ends meanwhile. `over` is called at that moment, before the call goes on.
+        """
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold(index: int, outcome: Outcome) -> None:
+            if outcome.status is Status.OK and not held.is_set():
+                held.set()
+                go_on.wait(self.bench.harness.deadline_s)
+
+        store.on_settled = hold
+        try:
+            for deadline_s in (self.bench.harness.stalled_deadline_s * 4**n for n in range(_TRIES)):
+                with deadline_of(store, deadline_s):
+                    running = Running(call)
+                    while not held.wait(_POLL_S) and not running.ended.is_set():
+                        continue
+                    if held.is_set():  # else its time was over before
+                        go_on.wait(max(store.calls[-1].deadline - time.monotonic(), 0.0))
+                        over()
+                        go_on.set()
+                        running.ended.wait(self.bench.harness.deadline_s)
+                        return running.result()
+        finally:
+            go_on.set()
+            store.on_settled = None
+        raise Violation(f"of a batch of values of a page, none was settled OK within {deadline_s:g} s")
 
     def _cancelled_under_way(
         self,

@@ -9,8 +9,8 @@ from typing import TypeVar
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Item, Status
 from lmcache_core_conformance.behind import Fault
-from lmcache_core_conformance.driver import Buffer, Store, Want
-from lmcache_core_conformance.growth import check_no_growth, handles
+from lmcache_core_conformance.driver import Buffer, RecordingCall, Store, Want
+from lmcache_core_conformance.growth import check_no_growth, check_no_growth_of_lives, handles, more_handles
 from lmcache_core_conformance.properties import Group
 from lmcache_core_conformance.reach import Reach
 from lmcache_core_conformance.timing import deadline_of
@@ -22,7 +22,9 @@ _MANY_VALUES = 2500
 _LARGE_BATCH = 1100
 _MOST_AT_ONCE = 250
 _BAD_CALLS = 300
+_PIN_TTL_S = 0.05
 _REFUSED_WRITES = 32
+_BROKEN_CALLS = 64
 
 
 class Endurance(Group):
@@ -93,6 +95,8 @@ class Endurance(Group):
                 check(good, f"one of put, get and stat ended {[one[0].status.name for one in ended]}")
             if self.bench.capabilities.scan:
                 store.scan()
+            if self.bench.capabilities.pin:
+                store.call(1, lambda call: store.backend.pin_many([beside], _PIN_TTL_S, call))
             if self.bench.capabilities.delete:
                 store.delete(key)
             store.calls.clear()
@@ -100,6 +104,28 @@ class Endurance(Group):
 
         check_no_growth(once, "calls that succeed", nbytes=2 * nbytes)
         self.holds(store, beside, other, "a value beside the one used")
+
+    def test_stores_that_were_closed_leave_no_memory_behind(self) -> None:
+        """A tier that fails is opened again and again: a buffer kept by each opening ends the engine."""
+        place, (key, value) = self.bench.place(), self.some_values(1)[0]
+        harness, first = self.bench.harness, self.bench.build(place)
+        host = self.bench.host(first, capacity_bytes=harness.small_capacity_bytes)
+        first.close()
+
+        def life() -> None:
+            backend = harness.build(place.options)  # not by the bench, which keeps what it has built
+            try:
+                offers = backend.open(host) or backend.capabilities
+                store = Store(backend, host, offers, place.options)
+                self.put(store, key, value)
+                self.holds(store, key, value)
+            finally:
+                backend.close()
+
+        try:
+            check_no_growth_of_lives(life, "opening and closing a store")
+        finally:
+            host.close()
 
     def test_calls_that_end_badly_take_nothing_from_later_ones(self) -> None:
         """A permit, slot or connection that a miss doesn't give back is missing: in the end, all of them."""
@@ -135,6 +161,16 @@ class Endurance(Group):
             with deadline_of(store, -1.0):
                 self._many_times(store, call)
             self._still_serves(store, key, value, what)
+        pair = [(key_named(f"given up {n}"), value) for n in range(min(2, offered.max_batch or 2))]
+        given_up: dict[str, Callable[[], object]] = {
+            "a get that is given up": lambda: store.get_many([Want(key, (len(value),))] * len(pair)),
+            "a put that is given up": lambda: store.put_many(pair),
+        }
+        for what, call in given_up.items():
+            store.on_settled = lambda index, outcome: _give_up(store.calls[-1])
+            self._many_times(store, call)
+            store.on_settled = None
+            self._still_serves(store, key, value, what)
 
     def test_writes_that_the_medium_refuses_leave_nothing_open(self) -> None:
         """A full disk is written to for hours: a descriptor left by each refusal ends the process."""
@@ -156,6 +192,23 @@ class Endurance(Group):
                     more < _REFUSED_WRITES // 2,
                     f"{_REFUSED_WRITES} writes to a {fault.value} medium leave {more} {name} open",
                 )
+
+    def test_connections_that_break_leave_nothing_open(self) -> None:
+        """A server that comes and goes breaks one with each call: those that are kept fill a table."""
+        self.bench.require_medium("network", why="there is no connection")
+        for fault in (Fault.RESET, Fault.KILLED):
+            place = self.bench.place()
+            store, (key, value) = self.bench.open(place), self.some_values(1)[0]
+            self.put(store, key, value)
+            before = handles()
+            with Reach(self.bench, place).faulty(fault, store):
+                for _ in range(_BROKEN_CALLS // 2):
+                    store.get(key, len(value))
+                    store.put(key, value)
+            most = _BROKEN_CALLS // 4
+            for name, more in more_handles(before, most, self.bench.harness.threads_end_s).items():
+                told = f"{_BROKEN_CALLS} calls to a {fault.value} server leave {more} {name} open"
+                check(more < most, told)
 
     # -- what these properties share -------------------------------------------------------------
 
@@ -192,3 +245,7 @@ class Endurance(Group):
         with deadline_of(store, max(self.bench.harness.slack_s, 0.1)):
             self.holds(store, key, value, f"a stored value after {what}, many times")
             self.put(store, key, value)
+
+
+def _give_up(call: RecordingCall) -> None:
+    call.cancelled = True

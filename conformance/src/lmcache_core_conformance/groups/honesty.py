@@ -123,17 +123,18 @@ class Honesty(Group):
         store, values = self.bench.open(), self.some_values(12)
         for key, value in values:
             self.put(store, key, value)
-        staying, found, cursor = {key for key, _ in values[1::2]}, set(), None
-        leaving = [key for key, _ in values[0::2]]
+        found, cursor = set[StorageKey](), None
+        staying, leaving = ({key for key, _ in values[half::2]} for half in (1, 0))
         for number in range(200):
             page = store.scan_page("", cursor, 2)
             found |= {entry.key for entry in page.entries}
             cursor = page.cursor
             if cursor is None:
                 break
-            if leaving:
-                store.delete(leaving.pop())
-            if number < 6:
+            for key in leaving & found:  # among them those behind which the scan goes on
+                leaving.remove(key)
+                store.delete(key)
+            if 3 <= number < 9:
                 self.put(store, key_named(f"arriving {number}"), value_of(values[0][0], number, PAGE))
         check(cursor is None, "a scan did not end while values came and went")
         check(staying <= found, f"{len(staying - found)} values present all the time were not reported")

@@ -10,17 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from lmcache_core.errors import LMCacheError
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage import Operation
-from lmcache_core.storage.contract import Item, Status
+from lmcache_core.storage.contract import Backend, BackendStats, Item, Outcome, Status
 from lmcache_core_conformance.bench import Bench
 from lmcache_core_conformance.core import Core
 from lmcache_core_conformance.driver import Buffer, Store, Want
 from lmcache_core_conformance.growth import check_no_growth
 from lmcache_core_conformance.properties import Group
-from lmcache_core_conformance.timing import Caller, deadline_of, in_time
+from lmcache_core_conformance.timing import Caller, Running, deadline_of, in_time
 from lmcache_core_conformance.values import PAGE, key_named, value_of
 from lmcache_core_conformance.verdicts import NotApplicable, Violation, check
 from lmcache_core_conformance.watch import join
@@ -80,6 +81,27 @@ class Lifecycle(Group):
         """When one tier of a chain fails to start, those not opened yet are closed too."""
         backend = self.bench.build(self.bench.place())
         _close_quietly(backend.close, "closed before it was opened")
+
+    def test_stats_are_told_at_any_time(self) -> None:
+        """Who watches asks when it likes, from a thread of its own: an error then hides how the tier is."""
+        place, (key, value) = self.bench.place(), self.some_values(1)[0]
+        backend = self.bench.build(place)
+        self._told("before open", lambda: _stats_of(backend))
+        store = self.bench.open(place)
+        asked: list[Running[object]] = []
+
+        def ask(index: int, outcome: Outcome) -> None:
+            asked.append(Running(lambda: _stats_of(store.backend)))
+            asked[-1].ended.wait(self.bench.harness.meeting_s)  # else it waits for the call to end
+
+        store.on_settled = ask
+        for call in (store.put(key, value), store.get(key, len(value)).outcome, store.stat(key)):
+            check(call.status is Status.OK, f"a call during which stats were asked for: {call.status.name}")
+        store.on_settled = None
+        for running in asked:
+            self._told("while a call runs", lambda running=running: _ended(running))  # type: ignore[misc]
+        store.close()
+        self._told("after close", lambda: _stats_of(store.backend))
 
     def test_close_after_a_failed_open_leaves_nothing(self) -> None:
         """A store that is down is tried again and again: what each failed open leaks adds up."""
@@ -218,9 +240,20 @@ class Lifecycle(Group):
         key, value = self.some_values(1)[0]
         self.put(first, key, value)
         check(second.stat(key).status is Status.MISS, "a value put in one store is in another one, too")
+        if self.bench.capabilities.scan:
+            check(not second.scan(), "a value put in one store is listed by another one, too")
+        if self.bench.capabilities.delete:
+            status = second.delete(key).status
+            check(status is Status.MISS, f"delete of a value of another store: {status.name}, due is MISS")
+        self.holds(first, key, value, "a value that another store was asked for, too")
         first.close()
         self.put(second, key, value)
         self.holds(second, key, value, "a value put after another store of the same kind was closed")
+
+    def _told(self, when: str, ask: Callable[[], object]) -> None:
+        """Checks that stats, asked for on another thread, are told."""
+        seen = in_time(f"stats {when}", ask, self.bench.harness.slack_s)
+        check(isinstance(seen, BackendStats), f"stats {when} gave {seen!r}")
 
     def _late_get(self, store: Store, key: StorageKey, value: bytes) -> None:
         got = store.get(key, len(value))
@@ -320,6 +353,19 @@ def _taken(numbers: set[int]) -> Iterator[None]:
             except OSError as error:
                 raise Violation("a call after close closed a descriptor that is somebody else's") from error
             check(seen == content, "a call after close wrote into a file that is somebody else's")
+
+
+def _stats_of(backend: Backend[Any]) -> object:
+    """What it tells, or the error that it raises."""
+    try:
+        return backend.stats()
+    except Exception as error:  # noqa: BLE001 (recorded boundary: the backend is foreign code)
+        return error.with_traceback(None)
+
+
+def _ended(running: Running[object]) -> object:
+    running.ended.wait()
+    return running.result()
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:

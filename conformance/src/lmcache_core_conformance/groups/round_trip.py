@@ -131,6 +131,12 @@ class RoundTrip(Group):
             self.put(store, key, value)
         for key, value in values:
             self.holds(store, key, value, f"key {key!r}")
+        if self.bench.capabilities.delete:
+            for key, _ in values[::3]:
+                store.delete(key)
+            for place, (key, value) in enumerate(values):
+                if place % 3:
+                    self.holds(store, key, value, f"key {key!r}, when others like it were deleted")
 
     def test_a_sealed_frame_still_verifies_after_a_round_trip(self) -> None:
         """The core trusts only what its own checksums prove; a frame must arrive as it left."""
