@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.engine import CacheEngine
+from lmcache_core.tiers import writes
 from lmcache_core_disk.files import Files
 
 CALLS: Mapping[str, Callable[..., Any]] = {"prefetch": CacheEngine.prefetch, "retrieve": CacheEngine.retrieve}
@@ -20,6 +21,7 @@ CALLS: Mapping[str, Callable[..., Any]] = {"prefetch": CacheEngine.prefetch, "re
 def run_halfway(engine: Any, requests: Sequence[Mapping[str, Any]], num_steps: int, act: str) -> object:
     """Gives all requests at once, takes so many steps, does `act` (`abort`, `reset`), and runs to the end.
 
+    A reset waits until none waits for slower tiers: such a request is computed after it, and rightly kept.
     Tells how many were running then, and the tokens of those that were finished afterwards.
     """
     finished: list[list[int]] = []
@@ -29,6 +31,9 @@ def run_halfway(engine: Any, requests: Sequence[Mapping[str, Any]], num_steps: i
 
     running = {engine.add_request(f"halfway-{number}", **request) for number, request in enumerate(requests)}
     for _ in range(num_steps):
+        step()
+    unfinished = engine.engine_core.engine_core.scheduler.requests
+    while act == "reset" and not all(request.num_computed_tokens for request in unfinished.values()):
         step()
     num_running = len(running) - len(finished)
     finished.clear()
@@ -77,6 +82,21 @@ def die_writing(num_writes: int) -> None:
         return write(files, fd, buffers, offset)
 
     Files.pwritev = dies
+
+
+def fill(folder: str, num_left: int | None) -> None:
+    """Takes its file system's room but for so many bytes; gives it back, with None."""
+    file = Path(folder, "others")
+    if num_left is None:
+        file.unlink()
+    else:
+        with file.open("wb") as others:
+            os.posix_fallocate(others.fileno(), 0, free_bytes(folder) - num_left)
+
+
+def believe_full_for(seconds: float) -> None:
+    """How long a tier takes its store for full, once it was: a minute is long for a test."""
+    writes.RECOVER_CAPACITY_S = seconds
 
 
 def free_bytes(folder: str) -> int:

@@ -443,7 +443,44 @@ def test_a_new_epoch_shares_nothing_with_what_was_before(make: Any, engine: Cach
     keep(engine, PROMPT[:512])
     side = make()
     assert side.matched(request(), 0) == (512, False)
-    side.forget(b"epoch")
+    side.forget(b"epoch", engine_forgot=True)
     assert num_pins(engine) == 0
     assert planned(side, r=700).saves == [], "computed with the weights of before"
     assert side.matched(request(), 0) == (0, False)
+
+
+def test_a_request_under_way_in_a_reset_is_saved_under_the_new_epoch_if_it_is_computed_anew(
+    make: Any,
+) -> None:
+    side, each, other = make(), request(), request(name="other")
+    side.matched(each, 0)
+    side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
+    [before] = planned(side, r=300).saves
+    side.forget(b"epoch", engine_forgot=True)
+    each.num_computed_tokens = 300
+    assert saved(planned(side, r=400)) == {}, "its beginning was computed with the weights of before"
+    side.matched(each, 0)  # vLLM has preempted it
+    side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
+    each.num_computed_tokens = 0
+    [anew] = planned(side, r=300).saves
+    side.matched(other, 0)
+    [others] = planned(side, other=300).saves
+    assert anew.content.hashes == others.content.hashes != before.content.hashes
+
+
+def test_what_the_engine_keeps_over_a_reset_is_not_saved_until_one_that_it_follows(make: Any) -> None:
+    """vLLM resets nothing of its own while a request has blocks, and shares it with requests to come."""
+    side = make()
+    side.forget(b"epoch", engine_forgot=False)
+    begun = {"begins_with_it": 256, "begins_anew": 0}
+    for name, num_local in begun.items():
+        each = request(name=name)
+        side.matched(each, num_local)
+        side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
+        each.num_computed_tokens = num_local
+    assert saved(planned(side, begins_with_it=444, begins_anew=700)) == {"begins_anew": 640}
+    side.forget(b"another", engine_forgot=True)
+    each = request()
+    side.matched(each, 256)
+    each.num_computed_tokens = 256
+    assert saved(planned(side, r=444)) == {"r": 640}

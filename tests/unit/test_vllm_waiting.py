@@ -115,3 +115,19 @@ def test_nothing_waits_to_be_saved_for_a_load_that_nobody_computes_behind(rank: 
     [save] = planned(side, other=130).saves
     assert (save.request_id, save.content.num_tokens) == ("other", 128)
     assert save.block_ids == ([1, 2, 3], [0, 5, 6])
+
+
+def test_requests_that_wait_over_a_reset_are_still_counted(rank: Rank) -> None:
+    rank.keep(0, 320)
+    rank.keep(1, 320)
+    side = scheduler(rank, num_blocks=2 * (21 + 1) * 2 - 1)
+    first, second = request("first"), request("second")
+    assert side.matched(first, 0) == (320, True)
+    side.allocated(first, (list(range(1, 21)), [0] * 17 + [18, 19, 20]), 320)
+    rank.side.load(planned(side))
+    side.forget(b"", engine_forgot=False)  # the same epoch, so that there is something to find
+    assert side.matched(second, 0) == (None, False)
+    side.finished("first")
+    assert side.matched(second, 0) == (320, True)
+    side.finished("second")
+    assert rank.pins() == 0

@@ -159,6 +159,22 @@ def test_what_runs_during_a_reset_is_not_kept(engine: Engine, expected: list[lis
     assert idle(engine)
 
 
+def test_what_vllm_keeps_itself_over_a_reset_is_not_stored(engine: Engine, expected: list[list[int]]) -> None:
+    """It resets nothing of its own while a request runs: what was there before stays, and is shared."""
+    engine.ask("reset")
+    assert said(engine.generate(REQUESTS[-1])) == expected[-1:]
+    assert engine.halfway(REQUESTS[:1], 1, "reset")["running"] == 1
+    [shared] = engine.generate(REQUESTS[-1])
+    assert shared.cached > 0
+    engine.ask("reset_vllm")
+    [anew] = engine.generate(REQUESTS[-1])
+    assert (anew.cached, anew.tokens) == (0, expected[-1])
+    engine.ask("reset_vllm")
+    [found] = engine.generate(REQUESTS[-1])
+    assert (found.cached, found.tokens) == (len(REQUESTS[-1].tokens) // 128 * 128, expected[-1])
+    assert idle(engine)
+
+
 def test_several_samples_of_a_prompt(engine: Engine, expected: list[list[int]]) -> None:
     engine.ask("reset")
     for _ in range(3):

@@ -48,6 +48,8 @@ missing = {
     "asked": several.build_connector_meta(None).where,
     "reached": [told(_1=second), told(_1=second, _0=first)],
 }
+
+pool = BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16)
 def parameters(function):
     return [[each.name, each.kind.name] for each in inspect.signature(function).parameters.values()]
 theirs = {**vars(base), **vars(SupportsHMA)}
@@ -60,7 +62,8 @@ print("@@" + json.dumps({
     "groups": issubclass(ours, SupportsHMA),
     "ended": ended,
     "missing": missing,
-    "null_block": BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16).null_block.block_id,
+    "null_block": pool.null_block.block_id,
+    "used_blocks": pool.num_gpu_blocks - pool.get_num_free_blocks(),
 }))
 """
 
@@ -104,7 +107,7 @@ def test_every_hook_of_the_base_class_is_known(seen: Any) -> None:
 
 def test_models_with_several_groups_of_layers_are_taken(seen: Any) -> None:
     assert seen["groups"]
-    assert seen["null_block"] == NULL_BLOCK
+    assert (seen["null_block"], seen["used_blocks"]) == (NULL_BLOCK, 1)
 
 
 def test_our_hooks_are_hooks(seen: Any) -> None:

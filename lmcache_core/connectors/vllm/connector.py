@@ -62,6 +62,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._news: RankNews | None = None
         self._publisher: Publisher | None = None
         self._scheduler: SchedulerSide | None = None
+        self._pool: Any = None
         if role is KVConnectorRole.SCHEDULER:
             self._warn()
             cache = cache_here(self._transfer.engine_id)
@@ -128,10 +129,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
-            self._scheduler.forget(os.urandom(16))
+            self._scheduler.forget(os.urandom(16), engine_forgot=self._engine_forgot())
         if self._publisher is not None:
             self._publisher.blocks.forget()
         return True
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Takes the addresses of all ranks: {(stage, rank in the stage): address}.
@@ -240,6 +244,18 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def _plan_saves(self, step: Step, scheduler_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.plan_saves(step, scheduler_output)
+
+    def _engine_forgot(self) -> bool:
+        """Whether vLLM's own prefix cache was reset: it is before ours, unless any block is in use."""
+        if not self._vllm_config.cache_config.enable_prefix_caching:
+            return True
+        forgot = self._pool is not None and self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() == 1
+        if not forgot:
+            log.warning(
+                "vLLM's own prefix cache was not reset, since requests hold blocks: until it is (which "
+                "reset_running_requests=True does), requests that begin with KV of it are not stored"
+            )
+        return forgot
 
     def _address(self) -> RankAddress | None:
         """Where this rank's lookups are reached; None where the scheduler shares the process."""

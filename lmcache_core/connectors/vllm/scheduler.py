@@ -48,6 +48,8 @@ class _Tracked:
     """Tokens that the engine had by itself when it last asked."""
     saved: int = 0
     """Tokens `[0, saved)` were loaded, or given to the workers to save."""
+    stale: bool = False
+    """It begins with KV that the engine may have from before a reset."""
 
 
 class SchedulerSide:
@@ -100,6 +102,7 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         # Of all requests, also those left out: tokens whose KV vLLM had itself, or was promised here.
         self._known: dict[str, int] = {}
+        self._engine_forgot = True  # its own KV at the last reset, as well
         self._begun: dict[str, Any] = {}  # requests that were given blocks since the last step was planned
         self._arrivals: list[Arrival] = []  # that may still run, at most `prefetches`
         self._pending: list[Load] = []  # promised since the last step was planned
@@ -116,6 +119,8 @@ class SchedulerSide:
         """
         self._known[request.request_id] = num_local
         tracked = self._track(request)
+        if tracked is not None:
+            tracked.stale = num_local > 0 and not self._engine_forgot
         if tracked is None or not self._loads:
             return 0, False
         most = request.num_tokens if tracked.limit is None else min(tracked.limit, request.num_tokens)
@@ -209,7 +214,7 @@ class SchedulerSide:
             return
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None or (doubt and request_id in begun):
+            if tracked is None or tracked.stale or (doubt and request_id in begun):
                 continue
             if (end := self._complete(tracked, 0 if doubt else num_scheduled)) > tracked.saved:
                 tracked.saved = end  # whatever happens now: it is tried once
@@ -235,10 +240,16 @@ class SchedulerSide:
         if tracked is not None:
             self._let_go(tracked)
 
-    def forget(self, epoch: bytes) -> None:
-        """The model's weights may be others from now on: no KV of before is loaded, or saved later."""
-        for request_id in list(self._tracked):
-            self.finished(request_id)
+    def forget(self, epoch: bytes, *, engine_forgot: bool) -> None:
+        """The model's weights may be others from now on: no KV of before is loaded, or saved later.
+
+        A request under way is saved only if it is computed anew. Where the engine has not let go of what it
+        holds itself (`engine_forgot`), requests that begin with KV of its own aren't saved either.
+        """
+        for tracked in self._tracked.values():
+            self._let_go(tracked)
+        self._tracked.clear()
+        self._engine_forgot = engine_forgot
         self.contents.new_epoch(epoch)
 
     def close(self) -> None:
