@@ -161,7 +161,9 @@ def _options(model: Any) -> dict[str, object]:
 
 def _processor_files(folder: Path) -> str | None:
     """A digest of the files that say how images are prepared. A hub's commit covers them."""
-    files = [[file.name, file.read_bytes()] for file in sorted(folder.glob("*processor_config.json"))]
+    files: list[Value] = [
+        [file.name, file.read_bytes()] for file in sorted(folder.glob("*processor_config.json"))
+    ]
     return blake2b(encode(files), digest_size=16, person=b"lmcache-core m1").hexdigest() if files else None
 
 
