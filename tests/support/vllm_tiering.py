@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own, and torch's
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
@@ -42,7 +42,10 @@ def manager_of(spec: CpuTieringSpec, vllm_config: object, kv_cache_config: objec
 
 
 class Tiering:
-    """vLLM's manager over `num_chunks` of CPU memory and one tier of ours."""
+    """vLLM's manager over `num_chunks` of CPU memory and one tier of ours.
+
+    vLLM keeps a group of the model's layers for each of `windows`; None is full attention.
+    """
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Tiering:
         num_chunks: int = 2,
         algorithm: str = "sha256",
         layout: str | None = "LBHNC",
+        windows: Sequence[int | None] = (None,),
         **entry: Any,
     ) -> None:
         engine_id = str(uuid.uuid4())
@@ -80,11 +84,13 @@ class Tiering:
                 static_forward_context={name: SimpleNamespace(isa="vec") for name in names}
             ),
         )
-        spec_of_group = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
-        )
+        sizes = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
+        specs = [
+            SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
+            for window in windows
+        ]
         kv_cache_config = SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec_of_group, layer_names=list(names))]
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=list(names)) for spec in specs]
         )
         given = {"backend": "faulty", "capacity": "4MiB", "staging": "1MiB"}
         tier = {key: value for key, value in {**given, **entry}.items() if value is not None}

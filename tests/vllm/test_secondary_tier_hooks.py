@@ -322,6 +322,20 @@ def test_blocks_of_an_unknown_layout_are_refused(model: Path, controls: Controls
         Tiering(model, layout=None)
 
 
-def test_adapters_are_refused(model: Path, controls: Controls) -> None:
-    with pytest.raises(UnsupportedModel, match="path"):
-        Tiering(model, lora_config=SimpleNamespace())
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_config": SimpleNamespace()}, "LoRA adapters by their path"),
+        ({"windows": (None, 64)}, "this model: full attention, a window of 64;"),
+        ({"windows": (64,)}, "this model: a window of 64;"),
+    ],
+)
+def test_what_only_the_connector_can_keep_is_one_error_at_the_start_that_says_so(
+    model: Path, controls: Controls, options: dict[str, Any], said: str
+) -> None:
+    before = set(Path("/dev/shm").glob("vllm_offload_*"))
+    with pytest.raises(
+        UnsupportedModel, match=f'^secondary_tiers, .*{said}.*"LMCacheCoreConnector" in place'
+    ):
+        Tiering(model, **options)
+    assert set(Path("/dev/shm").glob("vllm_offload_*")) <= before

@@ -9,11 +9,13 @@ from typing import Any
 
 from lmcache_core.connectors.vllm.identity import model_record
 from lmcache_core.connectors.vllm.support import attention_groups, check_config
+from lmcache_core.connectors.vllm.tier_settings import WHERE
 from lmcache_core.connectors.vllm.versions import instruction_set, vllm_version
 from lmcache_core.errors import UnsupportedModel
 from lmcache_core.identity import HostScheme, ModelRecord, Part
 
 PAGE_NBYTES = 4096
+INSTEAD = 'use "kv_connector": "LMCacheCoreConnector" in place of vLLM\'s OffloadingConnector'
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,15 @@ def offload_identity(spec: Any, row_nbytes: int, fingerprint_folder: Path | None
     check_config(vllm_config)
     if getattr(vllm_config, "lora_config", None) is not None:
         raise UnsupportedModel(
-            "vLLM names KV of LoRA adapters by their path, not by their weights: other weights under "
-            "one path would share it; use the LMCacheCore connector, which reads the files"
+            f"{WHERE}: vLLM names KV of LoRA adapters by their path here, not by their weights, so "
+            f"other weights under one path would share it: {INSTEAD}, which reads their files"
         )
     groups = attention_groups(kv_cache_config)
     if len(groups) > 1 or groups[0].window is not None:
+        kinds = ["full attention" if each.window is None else f"a window of {each.window}" for each in groups]
         raise UnsupportedModel(
-            f"{len(groups)} groups of layers, or a sliding window: a secondary tier keeps full attention "
-            "only; the LMCacheCore connector keeps both"
+            f"{WHERE}: one group of layers is kept here, of full attention, and vLLM makes these of this "
+            f"model: {', '.join(kinds)}; {INSTEAD}, which keeps all of them"
         )
     if spec.config.kv_cache_layout is None:
         raise UnsupportedModel("this vLLM doesn't say in which layout the KV of a block lies")
