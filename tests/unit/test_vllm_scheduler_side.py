@@ -115,6 +115,7 @@ def request(tokens: list[int] | None = PROMPT, name: str = "r", **changes: Any) 
         "lora_request": None,
         "mm_features": [],
         "pooling_params": None,
+        "block_hashes": [tuple((tokens or ())[:end]) for end in range(128, len(tokens or ()) + 1, 128)],
     }
     return SimpleNamespace(**(fields | changes))
 
@@ -175,6 +176,7 @@ def test_what_the_engine_has_is_not_loaded_again(make: Any, engine: CacheEngine)
     assert side.matched(request(), 384) == (256, False)
     side.allocated(request(), ([1, 2, 3, 4, 5, 6],), 256)
     assert [(load.first, load.end) for load in planned(side).loads] == [(384, 640)]
+    side.reported(Report(step=1, failed={}))
     assert side.matched(request(name="other"), 640) == (0, False)
 
 

@@ -257,6 +257,15 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             )
         return forgot
 
+    def _forget_shared(self) -> None:
+        """Empties vLLM's own prefix cache; requests under way keep their blocks.
+
+        vLLM itself leaves blocks there that a failed load never filled, until its request has computed them,
+        which it may not live to do. Which others were computed behind them by then isn't known.
+        """
+        if self._pool is not None and self._vllm_config.cache_config.enable_prefix_caching:
+            self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+
     def _address(self) -> RankAddress | None:
         """Where this rank's lookups are reached; None where the scheduler shares the process."""
         parallel = self._vllm_config.parallel_config
@@ -298,6 +307,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             pin_ttl_s=config.pin_ttl,
             on_growth=None if self._publisher is None else self._publisher.blocks.grown,
             on_hit=lambda by_tier: self._tally.add_of_tiers("hit_tokens", by_tier),
+            on_spoilt=self._forget_shared,
         )
 
     def _warn(self) -> None:

@@ -13,6 +13,7 @@ from lmcache_core.connectors.vllm.groups import Group, blocks_at_most, common_bl
 from lmcache_core.connectors.vllm.hits import split_by_tier
 from lmcache_core.connectors.vllm.lookups import Arrival, Held, Lookups
 from lmcache_core.connectors.vllm.plan import Load, Report, Save, Step
+from lmcache_core.connectors.vllm.unconfirmed import Unconfirmed
 from lmcache_core.identity import Content, NamedContent
 
 QUICK_S = 0.002
@@ -73,6 +74,7 @@ class SchedulerSide:
         pin_ttl_s: float,
         on_hit: Callable[[Mapping[str, int]], None] = lambda by_tier: None,
         on_growth: OnGrowth | None = None,
+        on_spoilt: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` is how many vLLM has for all requests together.
@@ -80,6 +82,9 @@ class SchedulerSide:
         `on_hit` is told how many tokens each tier gave, with every load that is promised.
 
         `on_growth` hears of what requests' contents learn.
+
+        `on_spoilt` is told when blocks that vLLM may find by their prefix were not filled as promised, or
+        computed behind such blocks.
         """
         self._lookups = lookups
         self._chunk_tokens = lookups.model.chunk_tokens
@@ -96,6 +101,8 @@ class SchedulerSide:
         self._prefetches = prefetches
         self._repin_after_s = pin_ttl_s / 2
         self._on_hit = on_hit
+        self._on_spoilt = on_spoilt
+        self._unconfirmed = Unconfirmed(block_tokens)
         self._clock = clock
         self.mediums = lookups.mediums
         self.contents = Contents(lookups.model, on_growth)
@@ -117,6 +124,8 @@ class SchedulerSide:
 
         And whether the request then waits until that is done.
         """
+        if self._unconfirmed.shared_by(request, num_local):
+            return None, False
         self._known[request.request_id] = num_local
         tracked = self._track(request)
         if tracked is not None:
@@ -179,6 +188,8 @@ class SchedulerSide:
             )
         )
         self._known[request.request_id] = end
+        if not self._requests_wait:
+            self._unconfirmed.add(self._step + 1, request, first)
         tracked.saved = max(tracked.saved, tracked.offer.num_tokens)
         tracked.held = tracked.offer = None  # the workers end these pins
         self._let_go(tracked)
@@ -193,6 +204,7 @@ class SchedulerSide:
         self._step += 1
         step = Step(loads=self._pending, number=self._step, confirmed=self._confirmed)
         self._pending = []
+        self._unconfirmed.settle(self._confirmed, self._step)
         return step
 
     def plan_saves(self, step: Step, scheduled: Any) -> None:
@@ -226,6 +238,9 @@ class SchedulerSide:
     def reported(self, report: Report) -> None:
         """Takes the workers' report: what failed once isn't tried again for that request."""
         self._confirmed = max(self._confirmed, report.step)
+        self._unconfirmed.settle(self._confirmed, self._step)
+        if report.failed and not self._requests_wait:
+            self._on_spoilt()
         for request_id, first in report.failed.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
