@@ -113,7 +113,7 @@ def test_the_gpu_check_builds_and_its_host_twin_passes(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "built for sm_90" in done.stdout

@@ -65,7 +65,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         "PYTHONMALLOC": "malloc",  # each buffer an allocation that the sanitizer knows
     }
     return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=150
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
 
 

@@ -52,7 +52,7 @@ def test_the_example_loads_in_a_second_process_what_the_first_computed(folder: P
 
     def run() -> str:
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

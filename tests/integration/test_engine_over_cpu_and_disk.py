@@ -204,7 +204,7 @@ def test_prefetch_brings_a_prefix_into_memory(tmp_path: Path) -> None:
         store(engine, tokens)
         settle(engine)
         engine.clear(search_range=["cpu"])
-        assert engine.prefetch(tokens).wait(10.0) == 5 * CHUNK
+        assert engine.prefetch(tokens).wait(60.0) == 5 * CHUNK
         assert engine.lookup(tokens).tokens_by_tier == {"cpu": 5 * CHUNK}
         settle(engine)
 
@@ -215,9 +215,9 @@ def test_prefetch_says_where_it_found_what(tmp_path: Path) -> None:
         store(engine, tokens)
         settle(engine)
         engine.clear(search_range=["cpu"])
-        engine.prefetch(tokens, limit=2 * CHUNK).wait(10.0)
+        engine.prefetch(tokens, limit=2 * CHUNK).wait(60.0)
         prefetch = engine.prefetch(tokens)
-        prefetch.wait(10.0)
+        prefetch.wait(60.0)
         assert prefetch.sources == [("cpu", CHUNK)] * 2 + [("disk", CHUNK)] * 2 + [("disk", 16)]
         [first, second] = recorder.of(BroughtNear)
         assert [tier for tier, _ in first.bytes_by_tier] == ["disk"]
@@ -234,7 +234,7 @@ def test_prefetch_fills_memory_even_where_hits_are_not_promoted(tmp_path: Path) 
         engine.clear(search_range=["cpu"])
         assert retrieve(engine, tokens) == 3 * CHUNK
         assert engine.lookup(tokens).tokens_by_tier == {"disk": 3 * CHUNK}
-        assert engine.prefetch(tokens).wait(10.0) == 3 * CHUNK
+        assert engine.prefetch(tokens).wait(60.0) == 3 * CHUNK
         assert engine.lookup(tokens).tokens_by_tier == {"cpu": 3 * CHUNK}
         settle(engine)
 
@@ -294,7 +294,7 @@ def test_a_closed_engine_is_an_empty_cache_even_to_threads_in_the_middle_of_it(t
         tokens = prompt(seed, 4 * CHUNK)
         try:
             engine.store(tokens, OracleKV(tokens))
-            running.wait(10.0)
+            running.wait(60.0)
             while not stop.is_set():
                 engine.store(tokens, OracleKV(tokens))
                 retrieve(engine, tokens)
@@ -305,7 +305,7 @@ def test_a_closed_engine_is_an_empty_cache_even_to_threads_in_the_middle_of_it(t
     threads = [threading.Thread(target=work, args=(80 + i,)) for i in range(3)]
     for thread in threads:
         thread.start()
-    running.wait(10.0)
+    running.wait(60.0)
     engine.close()
     engine.close()
     tokens = prompt(80, 4 * CHUNK)
@@ -316,7 +316,7 @@ def test_a_closed_engine_is_an_empty_cache_even_to_threads_in_the_middle_of_it(t
     assert retrieve(engine, tokens) == 0
     stop.set()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(60.0)
     assert not errors
 
 

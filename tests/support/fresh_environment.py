@@ -38,7 +38,7 @@ class FreshEnvironment:
         for wheel in wheels:
             self._link_dependencies(wheel.name.split("-", 1)[0], extra)
 
-    def run(self, *command: str, cwd: Path, timeout_s: float = 150, **env: str) -> str:
+    def run(self, *command: str, cwd: Path, timeout_s: float = 300, **env: str) -> str:
         """The output of a command of this environment, such as `python` or `pytest`; it must succeed."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
         done = subprocess.run(
@@ -73,7 +73,7 @@ class FreshEnvironment:
             [*pip, *where, action, "--no-deps", "--no-index", *arguments],
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -55,3 +55,4 @@ class DiskHarness(Harness):
 
 class TestDisk(BackendConformance):
     harness = DiskHarness()
+    harness.slack_s = 10.0  # of a busy machine; its report is made with the suite's own

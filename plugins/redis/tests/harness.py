@@ -130,6 +130,7 @@ class RepeatingHarness(SiteHarness):
     examples = 8
     crash_points = 8
     measurements = 3
+    slack_s = 10.0
 
 
 def _namespace(tmp: Path) -> str:

@@ -18,3 +18,4 @@ class RedisHarness(SiteHarness):
 
 class TestRedis(BackendConformance):
     harness = RedisHarness()
+    harness.slack_s = 10.0  # of a busy machine; its report is made with the suite's own
