@@ -256,6 +256,21 @@ class CallsADeadServerAMiss(NetworkBackend):
 
 
 @breaks("a_dead_server_is_a_failure_and_never_a_miss")
+class RemembersWhatADeadServerSaid(NetworkBackend):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.said: dict[StorageKey, Outcome] = {}
+
+    def stat_one(self, key: StorageKey, call: Call) -> Outcome:
+        try:
+            self.said[key] = super().stat_one(key, call)
+        except BackendUnavailable:
+            if key not in self.said:
+                raise
+        return self.said[key]
+
+
+@breaks("a_dead_server_is_a_failure_and_never_a_miss")
 class ScansADeadServerAsEmpty(NetworkBackend):
     def scan(self, call: Call, prefix: str, cursor: str | None, limit: int) -> Page:
         try:

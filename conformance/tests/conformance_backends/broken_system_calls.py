@@ -120,6 +120,17 @@ class LooksForItsFilesWithExists(FileBackend):
         return None
 
 
+@breaks("a_put_that_fails_is_not_told_as_done")
+class OnlyLogsAWriteError(FileBackend):
+    def put_one(self, item: Item) -> Outcome:
+        try:
+            return super().put_one(item)
+        except OSError as error:
+            if error.errno in (errno.EROFS, errno.ENOSPC):
+                raise
+            return Outcome(status=Status.OK, nbytes=item.nbytes)
+
+
 @breaks("a_delete_that_fails_is_not_told_as_done")
 class CallsAFailedDeleteDone(FileBackend):
     def delete_one(self, key: StorageKey) -> Outcome:

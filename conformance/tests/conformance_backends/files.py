@@ -307,6 +307,7 @@ class ForgetsOnlyInMemory(FileBackend):
         *CHANGES,
         "any_sequence_of_operations_agrees_with_a_plain_dictionary",
         "close_does_not_wait_for_a_stalled_call",
+        "a_batch_does_nothing_more_once_its_time_is_over",
         "what_lies_in_the_medium_is_what_was_put",
         "lost_events_in_any_order_never_hide_a_newer_copy",
     ),

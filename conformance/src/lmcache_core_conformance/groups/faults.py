@@ -34,6 +34,7 @@ class Faults(Group):
         """A miss says "compute it and store it": a dead node makes the whole fleet do so."""
         self.bench.require_medium("network", why=_NO_SERVER)
         store, place, key, value = self._stored()
+        store.stat(key)  # an answer to remember, which is none any more once the server is gone
         with Reach(self.bench, place).faulty(Fault.KILLED, store):
             self._fails_retryably("get", lambda: store.get(key, len(value)).outcome)
             self._fails_retryably("put", lambda: store.put(key_named("new"), value))
@@ -139,6 +140,22 @@ class Faults(Group):
         self._met(calls)
         after = store.get(key, len(value))
         check(after.status is not Status.OK or after.value == value, "a get after a failed one is wrong")
+
+    def test_a_put_that_fails_is_not_told_as_done(self) -> None:
+        """Writes that fail quietly while the count of what is stored rises are a cache that never hits."""
+        self.bench.require_medium("file", why="no system call writes its values")
+        store, place, key, value = self._stored()
+        new, calls = value_of(key, 2, len(value)), SystemCalls(place.directory)
+        with self.bench.inside(calls.failing(CHANGES)):
+            outcome = store.put(key, new)
+        self._met(calls)
+        if outcome.status is Status.OK:
+            self.holds(store, key, new, "a value whose put ended OK although a system call failed with EIO")
+        else:
+            self._not_a_miss(outcome, "put whose system call failed with EIO")
+            got = store.get(key, len(value))
+            whole = got.status is not Status.OK or got.value in (value, new)
+            check(whole, "a get after a put that failed is OK, with neither the old value nor the new one")
 
     @needs("delete")
     def test_a_delete_that_fails_is_not_told_as_done(self) -> None:
