@@ -176,6 +176,15 @@ def idle(engine: Engine) -> bool:
     return False
 
 
+def idle_in_ranks(engine: Engine, num_ranks: int) -> bool:
+    """The same of ranks in processes of their own, where nothing tells how many requests are tracked."""
+    until = time.monotonic() + ANSWER_S
+    while time.monotonic() < until:
+        if engine.ask("in_ranks", "held") == [(0, 0)] * num_ranks:
+            return True
+    return False
+
+
 def tokens(num_tokens: int, seed: int = 0) -> list[int]:
     """A prompt that shares no chunk with another seed's."""
     drawn = random.Random(seed)

@@ -7,7 +7,6 @@ import ctypes
 import faulthandler
 import gc
 import os
-import random
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -57,17 +56,21 @@ def mount(folder: Path, nbytes: int) -> None:
 
 
 def serve(questions: Connection, options: Mapping[str, Any]) -> None:
-    from faulty_backends import Controls, faulty
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm_halfway import die_writing, free_bytes, lose_files, run_halfway
+    from vllm_halfway import (
+        believe_full_for,
+        die_writing,
+        fill,
+        free_bytes,
+        lose_files,
+        run_halfway,
+    )
+    from vllm_rank import VERBS, held, in_rank, rank_cache
 
     import lmcache_core.connectors.vllm.memory as memory_module
-    import lmcache_core.engine.engine as engine_module
 
-    controls = Controls()
-    engine_module.discover = lambda: faulty(controls)  # a backend `faulty` beside those installed
     if os.environ.get("BLOCKS_AS_ON_A_GPU"):
         memory_module.OpaqueBlocks = partial(memory_module.DeviceBlocks, block_tokens=16)
     llm = LLM(**options)
@@ -109,16 +112,16 @@ def serve(questions: Connection, options: Mapping[str, Any]) -> None:
         return run_halfway(llm.llm_engine, asked, num_steps, act)
 
     def stats() -> object:
+        leases, pins = held()
         engine = rank_cache().engines[0]
-        engine.flush()
         seen = engine.stats()
         return {
             "tiers": {
                 tier.name: {"state": tier.state, "entries": tier.entries, **tier.counters}
                 for tier in seen.tiers
             },
-            "leases": seen.memory.leases,
-            "pins": len(engine._chain.pins.active()),
+            "leases": leases,
+            "pins": pins,
             "tracked": len(llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._tracked),
             "resident_bytes": resident_bytes(),
             "groups": [group.window for group in rank_cache().groups],
@@ -131,56 +134,12 @@ def serve(questions: Connection, options: Mapping[str, Any]) -> None:
             name: value for name, value in named.items() if re.search("lmcache|external|spec_decode", name)
         }
 
-    def clear(tier: str) -> object:
-        return [engine.clear(search_range=[tier]) for engine in rank_cache().engines]
-
     def reset() -> object:
         return llm.reset_prefix_cache(reset_connector=True)
 
     def reset_vllm() -> object:
         """Forgets what vLLM itself holds of finished requests."""
         return llm.reset_prefix_cache()
-
-    failed = []
-
-    def fail_gets(one_in: int) -> None:
-        """From now on one get in so many fails, at random; none, with 0."""
-        drawn = random.Random(one_in)
-
-        def fails(op: str, key: str) -> bool:
-            if op != "get" or not one_in or drawn.randrange(one_in):
-                return False
-            failed.append(key)
-            return True
-
-        controls.fail = fails
-
-    def failed_gets() -> int:
-        return len(failed)
-
-    def hang(op: str, on: bool) -> None:
-        if on:
-            controls.hang(op)
-        else:
-            controls.let_go(op)
-
-    lost = []
-
-    def lose_promises(on: bool) -> None:
-        """While on, of what was promised to vLLM only the first chunk is there when it is loaded."""
-        engine = rank_cache().engines[-1]
-        if not on:
-            del engine.retrieve
-            return
-
-        def first_chunk(content: Any, target: Any, **options: Any) -> Any:
-            lost.append(content.num_tokens - engine.model.chunk_tokens)
-            return type(engine).retrieve(engine, content, target, limit=engine.model.chunk_tokens, **options)
-
-        engine.retrieve = first_chunk
-
-    def lost_promises() -> int:
-        return sum(lost)
 
     preempted = []
     preempt = Scheduler._preempt_request
@@ -194,12 +153,18 @@ def serve(questions: Connection, options: Mapping[str, Any]) -> None:
     def preemptions() -> int:
         return len(preempted)
 
-    verbs: dict[str, Callable[..., object]] = {
+    def in_ranks(verb: str, *arguments: object) -> object:
+        """What each rank answers, where they are processes of their own."""
+        return llm.collective_rpc(in_rank, args=(verb, arguments, None))
+
+    def in_one_rank(only: int, verb: str, *arguments: object) -> object:
+        return llm.collective_rpc(in_rank, args=(verb, arguments, only))[only]
+
+    verbs: dict[str, Callable[..., object]] = VERBS | {
         each.__name__: each
         for each in (
-            *(generate, halfway, stats, metrics, clear, reset, reset_vllm, preemptions),
-            *(fail_gets, failed_gets, hang, lose_promises, lost_promises, lose_files, free_bytes),
-            die_writing,
+            *(generate, halfway, stats, metrics, reset, reset_vllm, preemptions, in_ranks, in_one_rank),
+            *(lose_files, free_bytes, die_writing, fill, believe_full_for),
         )
     }
     questions.send("ready")
@@ -209,13 +174,6 @@ def serve(questions: Connection, options: Mapping[str, Any]) -> None:
         except EOFError:
             return
         questions.send(verbs[verb](*arguments))
-
-
-def rank_cache() -> Any:
-    from lmcache_core.connectors.vllm import rank
-
-    [cache] = rank._caches.values()
-    return cache
 
 
 def resident_bytes() -> int:
