@@ -37,6 +37,7 @@ class Controls:
         self.copies: Counter[StorageKey] = Counter()  # the token that a read of each key tells
         self.open_error: Exception | None = None
         self.fail: Callable[[str, StorageKey], bool] = lambda op, key: False
+        self.room: int | None = None  # bytes of values; a put beyond them finds the store full
         self.before_read: Callable[[StorageKey, int], None] = lambda key, offset: None
         self.gates: dict[str, threading.Event] = {}  # op → the call waits until it is set
         self.entered: dict[str, threading.Event] = {}
@@ -44,6 +45,12 @@ class Controls:
             medium="network", delete=True, scan=True, persistent=True, max_in_flight=2
         )
         self.lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all values."""
+        with self.lock:
+            return sum(len(value) for value, _ in self.values.values())
 
     def hang(self, op: str) -> threading.Event:
         """From now on `op` waits; returns the event that is set once a call is inside."""
@@ -85,6 +92,9 @@ def faulty(controls: Controls) -> Registry:
             for i, item in enumerate(items):
                 if not self._fails("put", item.key, call, i):
                     value = b"".join(bytes(view.host or b"") for view in item.views)
+                    if controls.room is not None and controls.nbytes + len(value) > controls.room:
+                        call.done(i, Outcome(status=Status.FULL))
+                        continue
                     with controls.lock:
                         controls.values[item.key] = (value, item.parent)
                     call.done(i, Outcome(status=Status.OK, nbytes=len(value)))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Self
 
 import pytest
 from faulty_backends import Controls, faulty
@@ -22,6 +23,7 @@ from lmcache_core.errors import ConfigError, UnsupportedModel
 from lmcache_core.identity import HostScheme, ModelRecord, Part, StorageKey
 from lmcache_core.registry import Registry, discover
 from lmcache_core.tiers import prepare_tiers
+from lmcache_core.tiers.writes import RECOVER_CAPACITY_S
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
@@ -188,10 +190,15 @@ def test_rows_are_moved_to_where_they_belong_and_no_other_byte_changes() -> None
 # -- frames --------------------------------------------------------------------------------------
 
 
-def open_frames(registry: Registry, scheme: HostScheme = IDENTITY.scheme, **tier: object) -> ChunkFrames:
+def open_frames(
+    registry: Registry,
+    scheme: HostScheme = IDENTITY.scheme,
+    clock: Callable[[], float] = time.monotonic,
+    **tier: object,
+) -> ChunkFrames:
     settings = read_tier_settings({"staging": "1MiB", "capacity": "4MiB", **tier})
     identity = OffloadIdentity(model=IDENTITY.model, part=IDENTITY.part, scheme=scheme)
-    return ChunkFrames(identity, settings.cache_config(CHUNK), registry)
+    return ChunkFrames(identity, settings.cache_config(CHUNK), registry, clock=clock)
 
 
 def fill(letter: bytes) -> Callable[[object], bool]:
@@ -277,6 +284,57 @@ def test_a_chunk_whose_memory_was_taken_back_is_not_stored() -> None:
     assert not frames.store(name, 0, lambda segments: False, frames.mark())
     frames.close(time.monotonic() + PATIENCE_S)
     assert name not in controls.values
+
+
+class Full:
+    """Chunks stored one after the other, on a fake clock, in a store that is smaller than its bound."""
+
+    def __init__(self) -> None:
+        self.clock, self.controls = Clock(), Controls()
+        self.frames = open_frames(faulty(self.controls), clock=self.clock, backend="faulty")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.frames.close(self.clock.now + PATIENCE_S)
+
+    def store(self, *numbers: int) -> list[int]:
+        """Which of all chunks so far are held then."""
+        for number in numbers:
+            [name] = self.frames.names([bytes([number]) * 32])
+            self.frames.store(name, 0, fill(b"x"), self.frames.mark())
+            assert self.frames.chain.flush(self.clock.now + PATIENCE_S)
+        return [i for i in range(100) if self.frames.known(self.frames.names([bytes([i]) * 32])[0])]
+
+
+@pytest.fixture
+def full() -> Iterator[Full]:
+    with Full() as store:
+        yield store
+
+
+def test_a_store_that_is_full_below_its_bound_keeps_the_newest_and_grows_again_after_a_minute(
+    full: Full,
+) -> None:
+    assert full.store(1, 2, 3) == [1, 2, 3]
+    full.controls.room = full.controls.nbytes
+    assert full.store(4) == [2, 3, 4]
+    assert full.store(5, 6, 7) == [5, 6, 7]
+    full.controls.room = None
+    assert full.store(8) == [6, 7, 8], "it is believed to be full for a while"
+    full.clock.now += RECOVER_CAPACITY_S
+    assert full.store(9, 10) == [6, 7, 8, 9, 10]
+
+
+def test_a_store_that_had_no_room_for_any_chunk_takes_some_when_it_has(full: Full) -> None:
+    """The record of the model, which is small, got in."""
+    full.controls.room = 10_000
+    assert full.store(1, 2) == []
+    assert full.controls.nbytes > 0
+    full.controls.room = None
+    full.clock.now += RECOVER_CAPACITY_S
+    assert full.store(3, 4) == [3, 4]
 
 
 def test_random_seeds_are_refused_by_what_outlives_the_process() -> None:

@@ -154,13 +154,15 @@ def test_a_tier_smaller_than_the_prompts_stays_within_its_bound(
             assert occupied <= capacity
 
 
-def test_a_full_disk_keeps_what_it_can(
+def test_a_full_disk_keeps_what_it_can_and_everything_when_it_has_room(
     model: Path, log: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    """Its file system has room for half of the prompts' chunks, and the tier thinks that all would fit."""
-    room = sum(WHOLE) // 128 // 2 * CHUNK_NBYTES
-    transfer = on_disk(tmp_path)
-    with Engine(model, log, room=(tmp_path, room), kv_transfer_config=transfer) as engine:
+    """Others leave room for half of the prompts' chunks, and the tier thinks that all would fit."""
+    all_nbytes = sum(WHOLE) // 128 * CHUNK_NBYTES
+    transfer = on_disk(tmp_path / "kv")
+    with Engine(model, log, room=(tmp_path, 4 * all_nbytes), kv_transfer_config=transfer) as engine:
+        engine.ask("fill", str(tmp_path), all_nbytes // 2)
+        engine.ask("believe_full_for", 0.5)
         for _ in range(2):
             assert said(ask(engine)) == expected
             assert said(engine.generate(*PROMPTS)) == expected
@@ -170,6 +172,8 @@ def test_a_full_disk_keeps_what_it_can(
             engine.generate(Request(tokens(20, seed=1)))
             assert said(few) == [expected[1], expected[3]]
         assert sum(cached(few)) > 0
+        engine.ask("fill", str(tmp_path), None)
+        assert all_found(engine, expected)
 
 
 def test_two_ranks_share_a_tier_and_nothing_with_one_rank(
