@@ -33,6 +33,7 @@ from lmcache_core.connectors.vllm.settings import cache_config, read_settings
 from lmcache_core.connectors.vllm.support import attention_groups, check_config
 from lmcache_core.connectors.vllm.versions import check_version
 from lmcache_core.connectors.vllm.worker import WorkerSide
+from lmcache_core.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from lmcache_core.connectors.vllm.publishing import NewsBatch, Publisher
@@ -56,6 +57,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         check_config(vllm_config)
         self._groups = attention_groups(kv_cache_config)
         self._worker: WorkerSide | None = None
+        self._registered = False
         self._server: LookupServer | None = None
         self._asked_where = False  # with this step
         self._tally = Tally()
@@ -154,6 +156,17 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     # -- the workers' hooks ----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """
+        Raises:
+            UnsupportedModel: the KV is of another engine than the one that this connector was made for.
+        """
+        if self._registered:
+            raise UnsupportedModel(
+                "vLLM keeps one connector a process, and another engine was made in this one: end that engine "
+                "with llm.llm_engine.engine_core.shutdown(), or start a new process. By default, with "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=1, each engine has a process of its own"
+            )
+        self._registered = True
         rank = open_rank(self._vllm_config, self._kv_cache_config, kv_caches, self._settings)
         rank.cache.engines[0].subscribe(self._tally, *Tally.KINDS)
         self._worker = WorkerSide(
