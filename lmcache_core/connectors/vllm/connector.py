@@ -162,7 +162,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """
         if self._registered:
             raise UnsupportedModel(
-                "vLLM keeps one connector a process, and another engine was made in this one: end that engine "
+                "vLLM keeps one connector a process, and another engine was made in this one: end that one "
                 "with llm.llm_engine.engine_core.shutdown(), or start a new process. By default, with "
                 "VLLM_ENABLE_V1_MULTIPROCESSING=1, each engine has a process of its own"
             )
