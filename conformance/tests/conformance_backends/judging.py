@@ -65,7 +65,7 @@ _COSTLY = (
     "every_number_of_pages_is_stored_whole",
     "racing_calls_on_one_key_have_an_order_that_explains_them",
 )
-"""A third of the time that neighbours take: looked at for every fourth backend only."""
+"""More than a third of the time that neighbours take: looked at for every eighth backend only."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -112,7 +112,7 @@ def judge(name: str) -> Judgement:
     own = next(prop.group for prop in PROPERTIES if prop.name == broken.fails)
     left_out = _SHOW_NO_NEIGHBOURS + ((_STARTS_PROCESSES,) if own != _STARTS_PROCESSES else ())
     names = {prop.name for prop in PROPERTIES if prop.group not in left_out}
-    if place % 4:
+    if place % 8:
         names -= {f"test_{name}" for name in _COSTLY}
     others = failures(run(harness, properties=names - {broken.fails, *broken.also}))
     if others:  # nor is a neighbour what only a busy machine makes one
