@@ -53,6 +53,7 @@ instead of a file of options, so that nothing is left unproven.
 
 A report of an earlier run is removed when the run begins, and written whole or not at all when it ends. So
 look for the report too, not only at the exit code: a backend whose C code ends the process gives any code.
+No other file is replaced, and no store is opened that `--config FILE` leads to without `{{tmp}}`.
 
 `lmcache-core conformance compare A.json B.json` says where the verdicts of two reports differ, and
 `lmcache-core conformance schema` prints the JSON schema of what follows.

@@ -28,6 +28,7 @@ from lmcache_core_conformance.report import encode, parse
 
 ROUND_TRIP = "test_a_value_comes_back_byte_for_byte"
 SMALL = "{options: {max_value_bytes: 65536}, capacity: 8MiB, small_capacity: 1MiB, large_value: 1MiB}"
+EARLIER = '{"format": "lmcache-core-conformance-report"}'
 HARNESS = """
 from beside import name_of_the_directory as one
 from .beside import name_of_the_directory as the_same
@@ -199,12 +200,37 @@ def test_what_a_run_writes_is_there_whole_or_not_at_all(
 
 
 def test_a_report_is_written_where_a_link_leads(invoke: SimpleNamespace, small: Path, tmp_path: Path) -> None:
-    (tmp_path / "out.json").write_text("of an earlier run")
+    (tmp_path / "out.json").write_text(EARLIER)
     (tmp_path / "link").symlink_to("out.json")
     link = tmp_path / "link"
     invoke.run("--backend", "memory", "--config", small, "--group", "sizes", "--report", link)
     assert link.is_symlink()
     assert parse((tmp_path / "out.json").read_bytes()).backend.name == "memory"
+
+
+@pytest.mark.parametrize("option", ["--report", "--html"])
+def test_no_file_but_an_earlier_report_is_replaced(
+    invoke: SimpleNamespace, small: Path, tmp_path: Path, option: str
+) -> None:
+    arguments = ("--backend", "memory", "--config", small, "--group", "declaration", option)
+    refused = invoke.run(*arguments, small)
+    assert refused.exit_code == 2, refused.output
+    assert "it is there, and no report of an earlier run" in refused.output
+    assert small.read_text() == SMALL
+    report = tmp_path / "out"
+    report.touch()  # as mktemp does
+    for _ in range(2):
+        assert invoke.run(*arguments, report).exit_code == 0
+    assert report.stat().st_size > 0
+
+
+def test_a_store_that_is_in_use_is_not_opened(invoke: SimpleNamespace, tmp_path: Path) -> None:
+    config = tmp_path / "file.yaml"
+    config.write_text(f"options: {{path: {tmp_path / 'in-use'}}}")
+    result = invoke.run("--backend", "file", "--config", config, "--group", "declaration")
+    assert result.exit_code == 2, result.output
+    assert "no option has {tmp} in it" in result.output
+    assert not (tmp_path / "in-use").exists()
 
 
 def test_a_harness_in_a_file_brings_its_own_hooks_and_its_neighbours(

@@ -325,6 +325,18 @@ def test_a_process_that_a_backend_forked_may_end_at_once() -> None:
     assert (result.verdict, result.reason) == (Verdict.PASSED, "")
 
 
+def test_the_suite_is_there_where_python_drops_docstrings() -> None:
+    program = (
+        "from lmcache_core_conformance.suite import GROUPS\n"
+        "from lmcache_core_conformance.properties import properties_of\n"
+        "print({rule.why for group in GROUPS for rule in properties_of(group)})"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-B", "-OO", "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stdout == "{'(Python was started with -OO, which drops docstrings)'}\n", ran.stderr
+
+
 def test_nothing_is_left_in_the_directory_that_a_run_is_started_in(tmp_path: Path) -> None:
     code = (
         "from conformance_backends.harness import SmallHarness\n"

@@ -120,7 +120,7 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     """The command with these arguments, in a directory with the report of an earlier run."""
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "stores").mkdir()
-    (tmp_path / "out.json").write_text("of an earlier run")
+    (tmp_path / "out.json").write_text('{"format": "lmcache-core-conformance-report"}')
     return started(tmp_path, "program.py", "run", *arguments, *_FILES)
 
 
@@ -233,7 +233,7 @@ def run_memory(monkeypatch: pytest.MonkeyPatch, harness: str, report: Path) -> t
     registry = Registry()
     registry.add(BackendSpec("memory", "conformance_backends.memory:MemoryBackend", (1, 0)), MemoryBackend)
     monkeypatch.setattr(command, "discover", lambda: registry)
-    report.write_text("of an earlier run")
+    report.write_text('{"format": "lmcache-core-conformance-report"}')
     arguments = ["run", "--backend", "memory", "--harness", harness, "--report", str(report)]
     ended = CliRunner().invoke(command.conformance, [*arguments, "--group", "round-trip"])
     return ended.exit_code, ended.output

@@ -17,15 +17,16 @@ from rich.markup import escape
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.registry import discover
 from lmcache_core_conformance.bench import Bench
-from lmcache_core_conformance.configured import configured_harness, harness_named
+from lmcache_core_conformance.configured import ConfiguredHarness, configured_harness, harness_named
 from lmcache_core_conformance.deviations import deviations_of
 from lmcache_core_conformance.effort import effort_of, reduced, words_of
 from lmcache_core_conformance.harness import Harness
-from lmcache_core_conformance.html import render
+from lmcache_core_conformance.html import TITLE, render
 from lmcache_core_conformance.output import Output, OutputError, writable
 from lmcache_core_conformance.process import Told, not_kept_by_threads, terminable
 from lmcache_core_conformance.redaction import Redactor
 from lmcache_core_conformance.report import (
+    FORMAT,
     ReportDocument,
     ReportError,
     circumstances,
@@ -194,9 +195,9 @@ def _outputs(report_file: Path | None, html_file: Path | None) -> list[Output]:
     """
     outputs = []
     if report_file is not None:
-        outputs.append(Output(report_file, encode))
+        outputs.append(Output(report_file, encode, FORMAT.encode()))
     if html_file is not None:
-        outputs.append(Output(html_file, lambda document: render(document).encode()))
+        outputs.append(Output(html_file, lambda document: render(document).encode(), TITLE.encode()))
     if len(outputs) == 2 and outputs[0].is_same(outputs[1]):
         raise OutputError(f"--report and --html are the same file, {report_file}")
     return outputs
@@ -228,12 +229,13 @@ def _check_that_it_opens(harness: Harness, name: str) -> Redactor:
     """One error, instead of the same one for each property. Returns what keeps secrets off the terminal.
 
     Raises:
-        CannotRun: its options are refused, or it can't be opened with them.
+        CannotRun: its options are refused, lead to somebody's store, or it can't be opened with them.
     """
     bench = Bench(harness)
     redactor = Redactor(())
     try:
         redactor = Redactor.of(harness, bench)
+        _check_that_stores_are_apart(harness, bench)
         bounded(lambda: bench.require("medium"), harness.limit_s)  # to know any capability, it is opened
         return redactor
     except Unproven:  # it opens, but declares what makes no sense: a property says so
@@ -248,6 +250,21 @@ def _check_that_it_opens(harness: Harness, name: str) -> Redactor:
         raise CannotRun(f"backend {name!r} can't be opened: {message}") from error
     finally:
         bench.abandon()
+
+
+def _check_that_stores_are_apart(harness: Harness, bench: Bench) -> None:
+    """Before anything is opened: the suite fills, overwrites and deletes, in the store of whoever uses it.
+
+    Raises:
+        ConfigError: the file leads to one and the same place, which outlives the run.
+    """
+    if isinstance(harness, ConfiguredHarness) and not harness.has_placeholder:
+        capabilities = bench.build(bench.place()).capabilities
+        if capabilities.persistent or capabilities.shared:
+            raise ConfigError(
+                "no option has {tmp} in it, so that the suite would write and delete in a store that may be "
+                'in use: put it into the option that tells stores apart, such as `path: "{tmp}/store"`'
+            )
 
 
 def _read(file: Path) -> ReportDocument:

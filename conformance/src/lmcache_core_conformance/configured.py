@@ -49,6 +49,11 @@ class ConfiguredHarness(Harness):
     def backend(self) -> type[Backend[Any]]:  # type: ignore[override]  # known only now
         return self._backend_class
 
+    @property
+    def has_placeholder(self) -> bool:
+        """Whether each store gets options of its own."""
+        return self.fresh_config(Path("one")) != self.fresh_config(Path("other"))
+
     def fresh_config(self, tmp: Path) -> Mapping[str, object]:
         return {name: _fill_in(value, tmp) for name, value in self._config.options.items()}
 

@@ -22,10 +22,13 @@ _ORDER = (Verdict.PASSED, Verdict.FAILED, Verdict.UNPROVEN, Verdict.DEVIATION, V
 _METER_TOP = 1.5
 """The ratio at which a meter is full."""
 
+TITLE = "conformance report"
+"""Ends every page's title, by which the page of an earlier run is known."""
+
 
 def render(document: ReportDocument) -> str:
     """The whole page."""
-    title = f"{document.backend.name}: conformance report"
+    title = f"{document.backend.name}: {TITLE}"
     css = resources.files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     body = "\n".join(
         part

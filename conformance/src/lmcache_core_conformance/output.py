@@ -11,21 +11,25 @@ from pathlib import Path
 from lmcache_core.errors import LMCacheError
 from lmcache_core_conformance.report import ReportDocument
 
+_BEGINNING_NBYTES = 4096
+
 
 class OutputError(LMCacheError):
     """A file can't be written; the message says which, and why."""
 
 
 class Output:
-    """One file that is to be written at the end, by `encode`.
+    """One file that is to be written at the end, by `encode`; `mark` stands early in each such file.
 
     Raises:
-        OutputError: it is not a regular file, its directory isn't there, or nothing can be written there.
+        OutputError: it is not a regular file, its directory isn't there, nothing can be written there, or
+            what is there was not written by an earlier run.
     """
 
-    def __init__(self, path: Path, encode: Callable[[ReportDocument], bytes]) -> None:
+    def __init__(self, path: Path, encode: Callable[[ReportDocument], bytes], mark: bytes) -> None:
         self._named = path
         self._encode = encode
+        self._mark = mark
         self._target = Path(os.path.realpath(path))  # the link stays, and what it leads to is replaced
         self._temporary = self._target.with_name(f".conformance-{os.getpid()}-{id(self):x}")
         try:
@@ -73,10 +77,20 @@ class Output:
                 raise OutputError(f"can't write {self._named}: it is {what}")
             if not os.access(self._target, os.W_OK):
                 raise OutputError(f"can't write {self._named}: it is read-only")
+            self._check_that_it_may_go()
         try:
             self._temporary.touch(exist_ok=False)
         finally:
             self._temporary.unlink(missing_ok=True)
+
+    def _check_that_it_may_go(self) -> None:
+        with self._target.open("rb") as file:
+            beginning = file.read(_BEGINNING_NBYTES)
+        if beginning and self._mark not in beginning:  # the harness, or the file of options, say
+            raise OutputError(
+                f"can't write {self._named}: it is there, and no report of an earlier run; "
+                "remove it, or choose another name"
+            )
 
 
 def writable(directory: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lmcache_core_conformance.verdicts import NotApplicable, Unproven, check
 F = TypeVar("F", bound=Callable[..., None])
 _PREFIX = "test_"
 _NEEDS = "__conformance_needs__"
+_NOT_KEPT = "(Python was started with -OO, which drops docstrings)"
 
 
 def needs(*capabilities: str) -> Callable[[F], F]:
@@ -139,7 +141,7 @@ def properties_of(group: type[Group]) -> list[Property]:
     for name, method in vars(group).items():
         if not name.startswith(_PREFIX):
             continue
-        why = inspect.getdoc(method)
+        why = inspect.getdoc(method) or (_NOT_KEPT if sys.flags.optimize >= 2 else "")
         if not why:
             raise TypeError(f"{group.__name__}.{name} does not say why it exists")
         found.append(Property(name, group.group, why, getattr(method, _NEEDS, ())))
