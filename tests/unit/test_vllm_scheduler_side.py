@@ -333,40 +333,48 @@ def test_several_ranks_save_nothing_until_all_have_loaded_what_was_promised(
 
 def test_what_another_connector_loads_is_saved_once_vllm_has_dealt_with_its_failures(make: Any) -> None:
     """Beside ours in vLLM's MultiConnector: it can tell of a failure only when the step's KV is saved."""
-    side, older, loading, sharing = make(), *(request(name=name) for name in ("older", "loading", "sharing"))
+    side, older, loading, with_it = make(), *(request(name=name) for name in ("older", "loading", "with_it"))
     side.matched(older, 0)
     side.allocated(older, ([1, 2, 3, 4, 5, 6],), 0)
     assert saved(planned(side, older=300)) == {"older": 256}
-    side.matched(loading, 0)
-    side.matched(sharing, 512)  # the engine shares what it thinks is there
-    for each in (loading, sharing):
+    for each, computed in ((loading, 512), (with_it, 0)):
+        side.matched(each, 0)
         side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
-        each.num_computed_tokens = 512
+        each.num_computed_tokens = computed
     older.num_computed_tokens = 600
-    step = planned(side, older=100, loading=188, sharing=188)
+    step = planned(side, older=100, loading=188, with_it=400)
     assert step.awaited
     assert saved(step) == {"older": 512}, "nothing else was computed before"
-    older.num_computed_tokens = 700
-    between = planned(side, older=1, loading=1, sharing=1)
+    older.num_computed_tokens, with_it.num_computed_tokens = 700, 400
+    between = planned(side, older=1, loading=1, with_it=100)
     assert (between.awaited, saved(between)) == (False, {})
     side.reported(Report(step=step.number, failed={}))
     loading.num_computed_tokens = 0  # it failed
-    assert saved(planned(side, older=1, loading=600, sharing=188)) == {
+    assert saved(planned(side, older=1, loading=600, with_it=150)) == {
         "older": 640,
         "loading": 512,
-        "sharing": 640,
+        "with_it": 512,
     }
 
 
-def test_another_connector_s_load_for_a_request_that_is_left_out_counts_as_well(make: Any) -> None:
-    side, left_out, sharing = make(), request(name="left_out", resumable=True), request(name="sharing")
-    for each, num_local in ((left_out, 0), (sharing, 512)):
-        side.matched(each, num_local)
-        side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
-        each.num_computed_tokens = 512
-    assert saved(planned(side, left_out=188, sharing=188)) == {}
-    side.finished("left_out")
-    assert not side._known.keys() & {"left_out"}
+@pytest.mark.parametrize("in_the_same_step", [False, True])
+@pytest.mark.parametrize("left_out", [False, True])
+def test_nobody_shares_another_connector_s_load_before_its_failures_are_known(
+    make: Any, left_out: bool, in_the_same_step: bool
+) -> None:
+    side, loading, sharing = make(), request(name="loading", resumable=left_out), request(name="sharing")
+    side.matched(loading, 128)
+    side.allocated(loading, ([1, 2, 3, 4, 5, 6],), 0)
+    loading.num_computed_tokens = 512
+    if in_the_same_step:
+        assert side.matched(sharing, 512) == (None, False)
+        assert side.matched(sharing, 128) == (0, False)
+    step = planned(side, loading=188)
+    side.finished("loading")
+    assert not side._known.keys() & {"loading"}
+    assert side.matched(sharing, 512) == (None, False)
+    side.reported(Report(step=step.number, failed={}))
+    assert side.matched(sharing, 512) == (0, False)
 
 
 def test_what_one_rank_loads_is_no_reason_to_wait(make: Any, engine: CacheEngine) -> None:

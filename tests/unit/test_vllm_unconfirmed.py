@@ -64,19 +64,7 @@ SECOND = request("second", [*SHARED, *range(700, 800)])
 OTHER = request("other", [*range(900, 1500)])
 
 
-class Spoilt:
-    count = 0
-
-    def __call__(self) -> None:
-        self.count += 1
-
-
-@pytest.fixture
-def spoilt() -> Spoilt:
-    return Spoilt()
-
-
-def scheduler(spoilt: Spoilt, groups: Sequence[Group] = (Group(BLOCK),)) -> SchedulerSide:
+def scheduler(groups: Sequence[Group] = (Group(BLOCK),)) -> SchedulerSide:
     return SchedulerSide(
         Everything(),
         groups,
@@ -87,14 +75,13 @@ def scheduler(spoilt: Spoilt, groups: Sequence[Group] = (Group(BLOCK),)) -> Sche
         prefetch_deadline_s=2.0,
         prefetches=1,
         pin_ttl_s=60.0,
-        on_spoilt=spoilt,
     )
 
 
 @pytest.fixture
-def side(spoilt: Spoilt) -> SchedulerSide:
+def side() -> SchedulerSide:
     """The first request loads from its second block on, in step 1."""
-    side = scheduler(spoilt)
+    side = scheduler()
     assert side.matched(FIRST, BLOCK) == (3 * BLOCK, False)
     side.allocated(FIRST, BLOCK_IDS, 3 * BLOCK)
     return side
@@ -131,22 +118,8 @@ def test_nobody_waits_for_a_report_for_ever(side: SchedulerSide) -> None:
     assert side.matched(SECOND, 4 * BLOCK) == (0, False)
 
 
-def test_a_load_that_failed_is_told_once_and_one_that_did_not_is_not(
-    side: SchedulerSide, spoilt: Spoilt
-) -> None:
-    side.step()
-    side.finished("first")  # aborted meanwhile: vLLM doesn't look at its blocks any more
-    side.reported(Report(step=1, failed={"first": 2 * BLOCK}))
-    side.step()
-    side.reported(Report(step=2, failed={}))
-    assert spoilt.count == 1
-
-
-def test_where_requests_wait_for_their_loads_nothing_is_shared_before(spoilt: Spoilt) -> None:
-    side = scheduler(spoilt, [Group(BLOCK), Group(BLOCK, window=200)])
+def test_where_requests_wait_for_their_loads_nothing_is_shared_before() -> None:
+    side = scheduler([Group(BLOCK), Group(BLOCK, window=200)])
     assert side.matched(FIRST, BLOCK) == (3 * BLOCK, True)
     side.allocated(FIRST, BLOCK_IDS * 2, 3 * BLOCK)
     assert side.matched(SECOND, 4 * BLOCK) == (0, False)
-    side.step()
-    side.reported(Report(step=1, failed={"first": BLOCK}))
-    assert spoilt.count == 0

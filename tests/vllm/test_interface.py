@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as base, SupportsHMA
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput
 from lmcache_core.connectors import vllm
 from lmcache_core.connectors.vllm import connector
 from lmcache_core.connectors.vllm.metadata import AddressMetadata, ReportMetadata
@@ -40,7 +41,7 @@ for handshake in ([], [object(), object()], [AddressMetadata(first), object()]):
     several.set_xfer_handshake_metadata_pp_aware({(0, rank): each for rank, each in enumerate(handshake)})
 def told(**addresses):
     ranks = ReportMetadata(None, {int(rank[1:]): address for rank, address in addresses.items()})
-    several.update_connector_output(SimpleNamespace(kv_connector_worker_meta=ranks, kv_cache_events=None))
+    several.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=ranks))
     return several._scheduler
 told(_1=second)
 missing = {
@@ -48,6 +49,12 @@ missing = {
     "asked": several.build_connector_meta(None).where,
     "reached": [told(_1=second), told(_1=second, _0=first)],
 }
+emptied = []
+several._pool = SimpleNamespace(num_gpu_blocks=3, evict_blocks=emptied.append)
+several._vllm_config.cache_config = SimpleNamespace(enable_prefix_caching=True)
+several._scheduler = None
+several.update_connector_output(KVConnectorOutput())
+several.update_connector_output(KVConnectorOutput(invalid_block_ids={1}))
 
 pool = BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16)
 def parameters(function):
@@ -62,6 +69,8 @@ print("@@" + json.dumps({
     "groups": issubclass(ours, SupportsHMA),
     "ended": ended,
     "missing": missing,
+    "emptied": [sorted(blocks) for blocks in emptied],
+    "empties": parameters(BlockPool.evict_blocks),
     "null_block": pool.null_block.block_id,
     "used_blocks": pool.num_gpu_blocks - pool.get_num_free_blocks(),
 }))
@@ -131,3 +140,8 @@ def test_a_request_ends_by_whichever_hook_vllm_calls(seen: Any) -> None:
 def test_ranks_whose_handshake_is_another_connector_s_are_asked_and_all_must_answer(seen: Any) -> None:
     """Its MultiConnector hands on the first handshake that it is given, to all of its connectors."""
     assert seen["missing"] == {"matched": [0, False], "asked": True, "reached": [None, ["first", "second"]]}
+
+
+def test_vllm_s_prefix_cache_is_emptied_when_any_connector_s_load_failed(seen: Any) -> None:
+    assert seen["emptied"] == [[0, 1, 2]]
+    assert [name for name, _ in seen["empties"]] == ["self", "block_ids"]

@@ -109,6 +109,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._reach(metadata.addresses)
             if self._scheduler is not None and metadata.report is not None:
                 self._scheduler.reported(metadata.report)
+        if connector_output.invalid_block_ids:  # also another connector's
+            self._forget_shared()
         if self._publisher is not None:
             self._publisher.heard(connector_output.kv_cache_events)
 
@@ -320,7 +322,6 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             pin_ttl_s=config.pin_ttl,
             on_growth=None if self._publisher is None else self._publisher.blocks.grown,
             on_hit=lambda by_tier: self._tally.add_of_tiers("hit_tokens", by_tier),
-            on_spoilt=self._forget_shared,
         )
 
     def _warn(self) -> None:

@@ -74,7 +74,6 @@ class SchedulerSide:
         pin_ttl_s: float,
         on_hit: Callable[[Mapping[str, int]], None] = lambda by_tier: None,
         on_growth: OnGrowth | None = None,
-        on_spoilt: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` is how many vLLM has for all requests together.
@@ -82,9 +81,6 @@ class SchedulerSide:
         `on_hit` is told how many tokens each tier gave, with every load that is promised.
 
         `on_growth` hears of what requests' contents learn.
-
-        `on_spoilt` is told when blocks that vLLM may find by their prefix were not filled as promised, or
-        computed behind such blocks.
         """
         self._lookups = lookups
         self._chunk_tokens = lookups.model.chunk_tokens
@@ -101,7 +97,6 @@ class SchedulerSide:
         self._prefetches = prefetches
         self._repin_after_s = pin_ttl_s / 2
         self._on_hit = on_hit
-        self._on_spoilt = on_spoilt
         self._unconfirmed = Unconfirmed(block_tokens)
         self._clock = clock
         self.mediums = lookups.mediums
@@ -111,6 +106,8 @@ class SchedulerSide:
         self._known: dict[str, int] = {}
         self._engine_forgot = True  # its own KV at the last reset, as well
         self._begun: dict[str, Any] = {}  # requests that were given blocks since the last step was planned
+        self._allocated: list[Any] = []  # those of them that weren't looked at yet
+        self._loads_elsewhere = False  # for one of them that was
         self._arrivals: list[Arrival] = []  # that may still run, at most `prefetches`
         self._pending: list[Load] = []  # promised since the last step was planned
         self._step = 0
@@ -124,6 +121,7 @@ class SchedulerSide:
 
         And whether the request then waits until that is done.
         """
+        self._look_for_loads_elsewhere()
         if self._unconfirmed.shared_by(request, num_local):
             return None, False
         self._known[request.request_id] = num_local
@@ -164,6 +162,7 @@ class SchedulerSide:
         For a request that waited it comes again when the load is done, with no tokens.
         """
         self._begun[request.request_id] = request
+        self._allocated.append(request)
         tracked = self._tracked.get(request.request_id)
         if tracked is None or num_tokens <= 0:
             self._waiting.pop(request.request_id, None)
@@ -201,6 +200,7 @@ class SchedulerSide:
 
     def step(self) -> Step:
         """The plan for the step that vLLM has just scheduled, with what was promised since the last."""
+        self._look_for_loads_elsewhere()
         self._step += 1
         step = Step(loads=self._pending, number=self._step, confirmed=self._confirmed)
         self._pending = []
@@ -216,13 +216,12 @@ class SchedulerSide:
         until its report has come; vLLM has then taken back what failed.
         """
         begun, self._begun = self._begun, {}
-        if not self._saves:
-            return
+        doubt = self._another_rank_may_fail(step) or self._loads_elsewhere
+        self._loads_elsewhere = False
         sure = self._in_doubt <= self._confirmed
-        doubt = self._another_rank_may_fail(step) or any(map(self._loaded_elsewhere, begun.values()))
         if doubt:
             self._in_doubt, step.awaited = step.number, True
-        if not sure:
+        if not self._saves or not sure:
             return
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
@@ -239,8 +238,6 @@ class SchedulerSide:
         """Takes the workers' report: what failed once isn't tried again for that request."""
         self._confirmed = max(self._confirmed, report.step)
         self._unconfirmed.settle(self._confirmed, self._step)
-        if report.failed and not self._requests_wait:
-            self._on_spoilt()
         for request_id, first in report.failed.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
@@ -342,10 +339,17 @@ class SchedulerSide:
         """Behind requests that wait there is nothing to compute before all ranks' reports."""
         return self._lookups.several_ranks and bool(step.loads) and not self._requests_wait
 
-    def _loaded_elsewhere(self, request: Any) -> bool:
+    def _look_for_loads_elsewhere(self) -> None:
         """Whether vLLM counts on KV that it neither had nor was promised here: the load of another connector,
-        beside this one in its MultiConnector."""
-        return bool(request.num_computed_tokens > self._known.get(request.request_id, 0))
+        beside this one in its MultiConnector, in the step that is being planned. It does so only after it has
+        given the request its blocks."""
+        allocated, self._allocated = self._allocated, []
+        for request in allocated:
+            known = self._known.get(request.request_id, 0)
+            if request.num_computed_tokens > known:
+                self._loads_elsewhere = True
+                if not self._requests_wait:
+                    self._unconfirmed.add(self._step + 1, request, known)
 
     def _complete(self, tracked: _Tracked, num_scheduled: int) -> int:
         """How many leading tokens' KV will be complete and confirmed after this step, as far as saved."""
