@@ -214,10 +214,14 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         if self._worker is None:
             return None
-        report, address = self._worker.report(), self._address() if self._asked_where else None
+        report, address = self._worker.report(), self._answer_where()
         if report is None and address is None:
             return None
         return ReportMetadata(report, {} if address is None else {self._worker.rank: address})
+
+    @guarded(nothing)
+    def _answer_where(self) -> RankAddress | None:
+        return self._address() if self._asked_where else None
 
     @guarded(nothing)
     def get_kv_connector_kv_cache_events(self) -> NewsBatch | None:
