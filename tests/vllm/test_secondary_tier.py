@@ -163,15 +163,20 @@ def test_a_full_disk_keeps_what_it_can_and_everything_when_it_has_room(
     with Engine(model, log, room=(tmp_path, 4 * all_nbytes), kv_transfer_config=transfer) as engine:
         engine.ask("fill", str(tmp_path), all_nbytes // 2)
         engine.ask("believe_full_for", 0.5)
+        free = []
         for _ in range(2):
             assert said(ask(engine)) == expected
+            free.append(engine.ask("free_bytes", str(tmp_path)))
             assert said(engine.generate(*PROMPTS)) == expected
-        assert engine.ask("free_bytes", str(tmp_path)) < 2 * CHUNK_NBYTES
+            free.append(engine.ask("free_bytes", str(tmp_path)))
+        assert min(free) < 2 * CHUNK_NBYTES
+        num_kept = 0
         for _ in range(3):
             few = [engine.generate(PROMPTS[i])[0] for i in (1, 3)]
             engine.generate(Request(tokens(20, seed=1)))
             assert said(few) == [expected[1], expected[3]]
-        assert sum(cached(few)) > 0
+            num_kept += sum(cached(few))
+        assert num_kept > 0
         engine.ask("fill", str(tmp_path), None)
         assert all_found(engine, expected)
 
