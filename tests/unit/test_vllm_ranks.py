@@ -216,3 +216,18 @@ def test_an_unknown_lookup_is_forgiven(ranks: Ranks, caplog: pytest.LogCaptureFi
     answers = ranks.lookups.ask([wire.Release(["unknown"]), None], bool)
     assert answers == [True, None]
     assert "gone before its end" in caplog.text
+
+
+def test_a_folder_for_temporary_files_too_deep_for_a_socket_is_not_used(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 25)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    server = LookupServer(alone(ranks.engines[0]))
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(server.path)
+    finally:
+        server.close()
+    assert not list(deep.iterdir())

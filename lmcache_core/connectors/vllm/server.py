@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.01
 PREFIX = "lmcache-core-rank-"
+MAX_PLACE_NBYTES = 75
+"""So that a socket's path stays within the system's 107 bytes."""
 STARTING_S = 60.0
 """A folder that is younger may belong to a worker that doesn't listen yet."""
 
@@ -37,7 +39,7 @@ class LookupServer:
         self._cache = cache
         self.nonce = os.urandom(wire.NONCE_NBYTES)
         _sweep()
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # of mode 0700
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place()))  # of mode 0700
         self.path = str(self._folder / "rank")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connections: set[socket.socket] = set()
@@ -126,9 +128,15 @@ class LookupServer:
                 return wire.Progress(True, arrival.sources)
 
 
+def _place() -> str:
+    """Where sockets go: the folder for temporary files, unless its path is too long for that."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) <= MAX_PLACE_NBYTES else "/tmp"  # noqa: S108 - mkdtemp makes the folder
+
+
 def _sweep() -> None:
     """Removes the sockets of this user's workers that were killed: vLLM ends workers so that are slow to."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in Path(_place()).glob(f"{PREFIX}*"):
         try:
             status = folder.stat()
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < STARTING_S:
