@@ -139,6 +139,15 @@ def test_every_byte_of_the_weights_and_every_field_that_counts_is_in_the_record(
     assert [each.field for each in differences(first, other)] == ["weights"]
 
 
+def test_which_weights_of_a_folder_are_loaded_is_in_the_record(tmp_path: Path) -> None:
+    """It may hold those of PyTorch beside others, as safetensors."""
+    (tmp_path / "model.safetensors").write_bytes(b"a")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"b")
+    usual = model_record(vllm_config(tmp_path), 256, None)
+    other = model_record(vllm_config(tmp_path, load_config__load_format="pt"), 256, None)
+    assert [each.field for each in differences(usual, other)] == ["config.load_format"]
+
+
 def test_the_longest_sequence_counts_where_frequencies_depend_on_it(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"a")
     rope = Config(rope_parameters={"rope_type": "longrope"}, max_position_embeddings=99)

@@ -135,6 +135,9 @@ def _effective_config(vllm_config: Any) -> dict[str, Value]:
     config["architecture"] = str(model.architecture)
     config["compute_dtype"] = _name(model.dtype)
     config["quantization"] = None if model.quantization is None else str(model.quantization)
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format != "auto":  # one folder may hold several sets of weights
+        config["load_format"] = load_format
     if not rope <= PREFIX_ROPE_TYPES:
         # vLLM fixes these frequencies when it starts, by the longest sequence that it will take.
         config["max_model_len"] = int(model.max_model_len)

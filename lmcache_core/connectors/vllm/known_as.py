@@ -38,6 +38,7 @@ _FLAGS: Mapping[str, str] = {
     "config.mm_processor_kwargs": "--mm-processor-kwargs",
     "config.media_io_kwargs": "--media-io-kwargs",
     "config.video_pruning": "--video-pruning-rate, --video-pruning-method",
+    "config.load_format": "--load-format",
     "config.max_model_len": "--max-model-len, which this kind of RoPE reads",
     "part.content_format": "vLLM's version, instruction set or attention backend, --dtype, --block-size",
     "part.num_layers": "--pipeline-parallel-size, or other attention groups",
