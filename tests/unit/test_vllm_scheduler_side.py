@@ -190,6 +190,18 @@ def test_what_the_engine_has_need_not_be_in_any_tier(make: Any, engine: CacheEng
     assert (load.first, load.end, load.content.num_tokens) == (512, 640, 640)
 
 
+def test_for_a_request_that_reads_no_cache_nothing_is_pinned_or_brought_near(
+    make: Any, engine: CacheEngine
+) -> None:
+    keep(engine, PROMPT[:512])
+    far = Far(engine)
+    side = make(far)
+    assert side.matched(request(skip_reading_prefix_cache=True), 0) == (0, False)
+    assert not far.asked
+    assert engine.stats().memory.leases == 0
+    assert planned(side, r=700).saves
+
+
 def test_what_the_engine_has_is_not_brought_near(make: Any, engine: CacheEngine) -> None:
     far = Far(engine)
     assert make(far).matched(request(), 384) == (None, False)

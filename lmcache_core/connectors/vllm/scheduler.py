@@ -130,6 +130,8 @@ class SchedulerSide:
             tracked.stale = num_local > 0 and not self._engine_forgot
         if tracked is None or not self._loads:
             return 0, False
+        if getattr(request, "skip_reading_prefix_cache", False):  # as for the log probabilities of a prompt
+            return 0, False
         most = request.num_tokens if tracked.limit is None else min(tracked.limit, request.num_tokens)
         if min(most, request.num_tokens - 1) - num_local < self._block_tokens - 1:
             self._let_go(tracked)  # no block is left that a load could save
