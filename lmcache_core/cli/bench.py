@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -9,7 +10,15 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from lmcache_core.frame.header import MAX_SEGMENTS
+
 PIPED_WIDTH = 120
+
+
+def _a_number(context: click.Context, option: click.Parameter, value: float) -> float:
+    if math.isnan(value):  # which no range leaves out
+        raise click.BadParameter("nan is not a number")
+    return value
 
 
 @click.group("bench")
@@ -26,13 +35,16 @@ def command() -> None:
 )
 @click.option(
     "--compute-ms",
-    type=click.FloatRange(0.0),
+    type=click.FloatRange(0.0, 60_000.0),
+    callback=_a_number,
     default=5.0,
     show_default=True,
     help="Time that one layer's compute takes: a wait, as if an accelerator did it.",
 )
 @click.option(
-    "--matmul", type=click.IntRange(1), help="Compute a product of two N x N matrices with torch instead."
+    "--matmul",
+    type=click.IntRange(1, 16_384),
+    help="Compute a product of two N x N matrices with torch instead.",
 )
 @click.option(
     "--tokens",
@@ -41,7 +53,7 @@ def command() -> None:
     show_default=True,
     help="Length of the hit; rounded down to a multiple of 16.",
 )
-@click.option("--layers", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--layers", type=click.IntRange(1, MAX_SEGMENTS), default=32, show_default=True)
 @click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads, of 128 bf16.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs of each kind.")
 @click.option(

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import click
 
-from lmcache_core.errors import LMCacheError
+from lmcache_core.errors import LMCacheError, PluginError
 
 _COMMANDS = {
     "bench": ("lmcache_core.cli.bench", "Measure what this machine and a config give."),
@@ -26,8 +26,15 @@ class _LazyGroup(click.Group):
         return sorted({**_plugin_commands(), **_COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """
+        Raises:
+            PluginError: the command is that of a plugin which is broken: says the cause.
+        """
         if cmd_name not in _COMMANDS:
-            return _plugin_commands().get(cmd_name)
+            commands = _plugin_commands()
+            if cmd_name not in commands:
+                _check_that_none_is_broken(cmd_name)
+            return commands.get(cmd_name)  # for None, click says what it thinks was meant
         command = import_module(_COMMANDS[cmd_name][0]).command
         if not isinstance(command, click.Command):
             raise TypeError(f"{_COMMANDS[cmd_name][0]}.command is not a click command")
@@ -57,6 +64,18 @@ def _plugin_commands() -> dict[str, click.Command]:
     from lmcache_core.registry import discover  # scanning the installed distributions takes a while
 
     return {command.name: command for command in discover().commands if command.name}
+
+
+def _check_that_none_is_broken(name: str) -> None:
+    """
+    Raises:
+        PluginError: a plugin of that name can't be used, and so its command isn't there.
+    """
+    from lmcache_core.registry import discover
+
+    for plugin in discover().plugins:
+        if plugin.name == name and plugin.cause:
+            raise PluginError(f"the plugin {name!r} can't be used ({plugin.state.value}): {plugin.cause}")
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

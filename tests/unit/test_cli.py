@@ -264,6 +264,21 @@ def test_an_unknown_command_is_refused(run: Callable[..., Result]) -> None:
     assert "No such command 'confog'" in run("confog").output
 
 
+def test_the_command_of_a_plugin_that_cannot_be_used_says_why(
+    run: Callable[..., Result], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = PluginInfo(
+        name="late", distribution="d", version="2", api=None, state=PluginState.BROKEN, cause="no lib"
+    )
+    monkeypatch.setattr(registry, "_plugins", [*registry._plugins, broken])
+    result = run("late", "run")
+    assert (result.exit_code, result.output) == (
+        1,
+        "Error: the plugin 'late' can't be used (broken): no lib\n",
+    )
+    assert "No such command 'shelf'" in run("shelf").output  # a backend without one
+
+
 def test_an_error_of_ours_in_any_command_ends_without_traceback(
     run: Callable[..., Result], registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

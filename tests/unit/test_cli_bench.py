@@ -45,6 +45,10 @@ def test_it_prints_each_layers_moments_and_the_overlap(run: Any, tmp_path: Path)
         (("--plot", "out.xyz"), "out.xyz ends in none of .png, .pdf, .svg"),
         (("--plot", "nowhere/out.png"), "there is no directory"),
         (("--tokens", "15"), "15 is not in the range x>=16"),
+        (("--layers", "4097"), "4097 is not in the range 1<=x<=4096"),
+        (("--compute-ms", "nan"), "nan is not a number"),
+        (("--compute-ms", "inf"), "inf is not in the range"),
+        (("--matmul", "1000000"), "1000000 is not in the range"),
     ],
 )
 def test_what_cannot_be_drawn_or_loaded_is_refused_before_it_measures(
