@@ -18,4 +18,6 @@ class RedisHarness(SiteHarness):
 
 class TestRedis(BackendConformance):
     harness = RedisHarness()
-    harness.slack_s = 10.0  # of a busy machine; its report is made with the suite's own
+    # Less than its report is made with: three more sites are tried as well, and the machine may be busy.
+    harness.examples, harness.interruptions = 15, 60
+    harness.slack_s = 10.0
