@@ -71,6 +71,7 @@ $(BIN)/python $(VLLM_BIN)/python: %/bin/python:
 	  $(PYTHON) -m venv --clear --without-pip $* && \
 	  $(PYTHON) -m pip --python $@ install pip; }
 
+# setuptools first: it builds all of ours in this environment, so that none is made for each.
 $(VENV)/.packages: $(PROJECTS) Makefile | $(BIN)/python
 	$(PIP) $(INSTALL) "$(TORCH)" "setuptools>=77"
 	$(PIP) $(INSTALL) --no-build-isolation -e '.[transformers,dev]' $(patsubst %,-e ./%,$(filter-out .,$(PACKAGES)))
