@@ -69,7 +69,7 @@ class Site:
         return self.nodes[self.node_of(key)]
 
     def flush(self) -> None:
-        """Leaves the servers empty, their memory free: until it is, one with a `maxmemory` may refuse puts."""
+        """Leaves the servers empty, their memory free: until it is, one with `maxmemory` may refuse puts."""
         for node in self.nodes:
             node.execute_command("FLUSHALL", "SYNC")
 
