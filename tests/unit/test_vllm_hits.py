@@ -13,6 +13,7 @@ from lmcache_core.connectors.vllm.grouped import GroupedCache
 from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.connectors.vllm.hits import split_by_tier
 from lmcache_core.connectors.vllm.lookups import Held, LocalLookups
+from lmcache_core.connectors.vllm.plan import Report
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.engine import CacheEngine
 from lmcache_core.identity import ModelRecord, Part
@@ -67,6 +68,8 @@ def ask(engine: CacheEngine) -> Iterator[Callable[[str, int], Mapping[str, int]]
             prompt_token_ids=PROMPT,
             all_token_ids=PROMPT,
             num_tokens=len(PROMPT),
+            num_computed_tokens=0,
+            block_hashes=[*range(len(PROMPT) // BLOCK)],
             cache_salt=None,
             lora_request=None,
             mm_features=[],
@@ -77,8 +80,10 @@ def ask(engine: CacheEngine) -> Iterator[Callable[[str, int], Mapping[str, int]]
         side.allocated(request, ([1, 2, 3, 4, 5, 6],), offer)
         assert sum(side.hit_by_tier(name).values()) == offer
         assert told.pop() == side.hit_by_tier(name)
-        for load in side.step().loads:
+        step = side.step()
+        for load in step.loads:
             lookups.release(Held(0, load.lookup_ids))
+        side.reported(Report(step=step.number, failed={}))
         return side.hit_by_tier(name)
 
     yield ask
