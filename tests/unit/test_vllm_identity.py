@@ -10,6 +10,7 @@ import pytest
 from vllm_by_hand import Config, vllm_config
 
 from lmcache_core.connectors.vllm import identity
+from lmcache_core.connectors.vllm import rank as rank_module
 from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.connectors.vllm.identity import in_order, model_record, rank_part
 from lmcache_core.connectors.vllm.rank import own_layers
@@ -124,6 +125,14 @@ def test_a_layer_that_reads_another_s_kv_is_not_counted_and_the_first_one_names_
     config.kv_cache_groups[0].layer_names = ["m.0.attn"]
     with pytest.raises(UnsupportedModel, match=r"m\.1\.attn.* are in no group"):
         own_layers(config, caches)
+
+
+def test_a_second_connector_of_one_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two of MultiConnector's: both would have the lookups of one."""
+    monkeypatch.setitem(rank_module._caches, "an engine", object())
+    config = vllm_config(kv_transfer_config=SimpleNamespace(engine_id="an engine"))
+    with pytest.raises(UnsupportedModel, match="one LMCacheCoreConnector already"):
+        rank_module.open_rank(config, None, {}, read_settings({"config": "cache.yaml"}))
 
 
 def test_every_byte_of_the_weights_and_every_field_that_counts_is_in_the_record(tmp_path: Path) -> None:

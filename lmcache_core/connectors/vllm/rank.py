@@ -50,6 +50,11 @@ def open_rank(
         UnsupportedModel: KV that can't be served; says why.
         ConfigError, PluginError: the tiers can't be built as configured.
     """
+    if cache_here(vllm_config.kv_transfer_config.engine_id) is not None:
+        raise UnsupportedModel(
+            "this engine has one LMCacheCoreConnector already, which would answer for both: "
+            "put the tiers of both into one config (engines that are given an engine_id need different ones)"
+        )
     groups = attention_groups(kv_cache_config)
     blocks: list[Blocks] = []
     parts: list[Part] = []
