@@ -71,6 +71,8 @@ def command(
         raise click.UsageError("give either --prompt or --tokens")
     if prompt is not None and folder is None:
         raise click.UsageError("--prompt needs --model, whose tokenizer turns the text into tokens")
+    if prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise click.UsageError("--prompt is not text in the encoding of this terminal")
     if adapter is not None and vllm_log is None:
         raise click.UsageError("--lora needs --vllm-log, which says what the adapter is known by")
     config = load_config(config_file)

@@ -296,6 +296,7 @@ def test_an_error_of_ours_in_any_command_ends_without_traceback(
         ((), "give either --prompt or --tokens"),
         (("--prompt", "a", "--tokens", "cache.yaml"), "give either --prompt or --tokens"),
         (("--prompt", "a"), "--prompt needs --model"),
+        (("--prompt", "\udcff", "--model", "."), "--prompt is not text"),
         (("--prompt", "a", "--model", ".", "--dtype", "foo"), "'foo' is not one of 'auto', 'float32'"),
         (("--tokens", "cache.yaml"), "cache.yaml: not a list of token ids"),
     ],
