@@ -54,7 +54,7 @@ def command(name: str, parent: Path) -> None:
         f"  cd {shlex.quote(str(target.absolute() if str(target).startswith('-') else target))}\n"
         "  pip install -e '.[test]'\n"
         "  pytest --conformance-strict\n"
-        '  grep -rn "FILL IN" .    # what to replace by your store'
+        '  grep -rn "FILL IN" . --exclude-dir="*.egg-info"    # what to replace by your store'
     )
 
 
