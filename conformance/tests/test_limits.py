@@ -27,8 +27,13 @@ def test_a_slow_backend_is_tried_less_hard_instead_of_found_hung(name: str) -> N
         interruptions = 150
         examples = 40
 
-    result = run(FewSeconds(TakesItsTime), properties=[name]).results[0]
-    assert result.verdict is Verdict.PASSED, result.reason
+    reasons: list[str] = []
+    for _ in range(3):  # what it estimates in a quiet moment may take longer in the next
+        [result] = run(FewSeconds(TakesItsTime), properties=[name]).results
+        if result.verdict is Verdict.PASSED:
+            return
+        reasons.append(result.reason)
+    pytest.fail("\n".join(reasons))
 
 
 def test_a_batch_may_be_worked_through_from_its_end() -> None:
