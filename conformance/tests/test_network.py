@@ -140,6 +140,14 @@ def test_a_fault_is_felt_by_a_connection_that_was_there_and_passes(
     assert client.get() == NBYTES
 
 
+def test_nothing_passes_once_the_proxy_says_it_is_killed(proxy: Proxy) -> None:
+    for _ in range(100):  # the threads that hand on what comes have yet to wake
+        with contextlib.closing(Client(proxy.port)) as client:
+            assert client.get() == NBYTES
+            with proxy.faulty("killed"), pytest.raises(ConnectionError):
+                client.get()
+
+
 @pytest.mark.parametrize("fault", FELT)
 def test_a_fault_is_felt_by_a_new_connection(proxy: Proxy, fault: str) -> None:
     with proxy.faulty(fault), pytest.raises(FELT[fault]):

@@ -83,6 +83,9 @@ class Link:
         for end in (self._client, self._server):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with medium.changed:
+            if medium.fault == "killed":  # since this was taken
+                self._server.close()
+                raise ConnectionResetError
             medium.links.add(self)
         ways = ((self._client, self._server, "up"), (self._server, self._client, "down"))
         for source, target_end, way in ways:
@@ -102,7 +105,7 @@ class Link:
                 if self._medium.fault == "partitioned":
                     self._medium.hold_while("partitioned")
                 count = source.recv_into(buffer)
-                if not count:
+                if not count or self._is_reset:  # what came after the reset can still be read
                     break
                 if not self._pass(buffer[:count], target, way):
                     return
