@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from conformance_backends.broken_conduct import CountsAttempts
-from conformance_backends.harness import SmallHarness
+from conformance_backends.harness import SmallHarness, judged_hanging
 from conformance_backends.memory import MemoryBackend
 from lmcache_core.identity.keys import StorageKey
 from lmcache_core.storage.contract import Call, Item
@@ -173,9 +173,8 @@ def test_strictness_allows_no_deselection_that_nobody_asked_for(
 
 
 def test_a_backend_that_hangs_fails_and_is_shown_where() -> None:
-    harness = SmallHarness(Hanging)
-    harness.limit_s = 0.2
-    result = run(harness, properties=["test_stat_tells_the_length_that_get_returns"]).results[0]
+    name = "test_stat_tells_the_length_that_get_returns"
+    result = judged_hanging(SmallHarness(Hanging), name, "stat_many")
     assert result.verdict is Verdict.FAILED
     assert "stat_many" in result.reason
 
