@@ -41,6 +41,7 @@ def converted(gguf: Path, folder: Path) -> Path:
         return ready
     unfinished = folder / f"{gguf.stem}.unfinished"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(folder / f"{gguf.stem}.lock"):
             if ready.is_dir():
                 return ready

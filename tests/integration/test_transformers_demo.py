@@ -222,6 +222,11 @@ def test_the_model_is_converted_once_and_what_a_killed_process_left_is_removed(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["small", "small.lock"]
 
 
+def test_the_folder_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_model, "_convert", lambda gguf, folder: folder.mkdir())
+    assert demo_model.converted(tmp_path / "small.gguf", tmp_path / "not" / "there").is_dir()
+
+
 def test_a_disk_too_small_for_the_model_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(gguf: Path, folder: Path) -> None:
         folder.mkdir()
