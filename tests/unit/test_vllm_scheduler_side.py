@@ -1,4 +1,4 @@
-"""vLLM: the scheduler's side by itself, with a real cache engine and requests made by hand."""
+"""vLLM: the scheduler's side by itself, with a real cache engine: what is looked up and loaded."""
 
 from __future__ import annotations
 
@@ -8,60 +8,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_one_group import (
+    CHUNK,
+    PROMPT,
+    Blocks,
+    Clock,
+    Far,
+    alone,
+    keep,
+    num_pins,
+    one_engine,
+    planned,
+    request,
+    side_of,
+)
 
-from lmcache_core.connectors.vllm.grouped import GroupedCache
-from lmcache_core.connectors.vllm.groups import Group
 from lmcache_core.connectors.vllm.lookups import Held, LocalLookups
 from lmcache_core.connectors.vllm.plan import Report
 from lmcache_core.connectors.vllm.scheduler import SchedulerSide
 from lmcache_core.engine import CacheEngine
-from lmcache_core.identity import Content, ModelRecord, Part
-
-CHUNK = 256
-GROUPS = (Group(128),)
-PART = Part(layers=(0, 2), heads=(0, 1), content_format="test", content_nbytes=8)
-PROMPT = list(range(3, 703))
-
-
-class Blocks:
-    """KV that a test stores: only its names matter here."""
-
-    def gather(self, first_token: int, num_tokens: int, payload: Any) -> None:
-        for segment in payload:
-            segment[:] = bytes(len(segment))
-
-
-def alone(engine: CacheEngine) -> GroupedCache:
-    return GroupedCache(GROUPS, [engine])
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Slow:
-    """An arrival that never ends by itself."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.sources: list[tuple[str, int]] = []
-        self.cancelled = False
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        return 0
-
-    def cancel(self) -> None:
-        self.cancelled = True
+from lmcache_core.identity import Content
 
 
 @pytest.fixture
 def engine() -> Iterator[CacheEngine]:
-    config = {"chunk_tokens": CHUNK, "tiers": [{"name": "cpu", "backend": "cpu", "capacity": "8MiB"}]}
-    model = ModelRecord(weights="w", config={}, chunk_tokens=CHUNK)
-    with CacheEngine(config, model=model, part=PART) as engine:
+    with one_engine() as engine:
         yield engine
 
 
@@ -73,72 +44,9 @@ def clock() -> Clock:
 @pytest.fixture
 def make(engine: CacheEngine, clock: Clock) -> Callable[..., SchedulerSide]:
     def make(lookups: Any = None, **changes: Any) -> SchedulerSide:
-        options: dict[str, Any] = {
-            "num_blocks": 100,
-            "loads": True,
-            "saves": True,
-            "tails": True,
-            "prefetch_deadline_s": 2.0,
-            "prefetches": 1,
-            "pin_ttl_s": 60.0,
-            "clock": clock,
-        }
-        return SchedulerSide(lookups or LocalLookups(alone(engine)), GROUPS, **(options | changes))
+        return side_of(lookups or LocalLookups(alone(engine)), clock=clock, **changes)
 
     return make
-
-
-class Far(LocalLookups):
-    """With a slower tier behind it that never answers."""
-
-    def __init__(self, engine: CacheEngine) -> None:
-        super().__init__(alone(engine))
-        self.has_far_tiers = True
-        self.arrivals: list[Slow] = []
-        self.asked: list[Content] = []
-
-    def bring_near(self, content: Content) -> Slow:
-        self.asked.append(content)
-        self.arrivals.append(Slow())
-        return self.arrivals[-1]
-
-
-def request(tokens: list[int] | None = PROMPT, name: str = "r", **changes: Any) -> Any:
-    fields: dict[str, Any] = {
-        "request_id": name,
-        "prompt_token_ids": tokens,
-        "all_token_ids": tokens,
-        "num_tokens": len(tokens or ()),
-        "num_prompt_tokens": len(tokens or ()),
-        "num_computed_tokens": 0,
-        "cache_salt": None,
-        "lora_request": None,
-        "mm_features": [],
-        "pooling_params": None,
-        "block_hashes": [tuple((tokens or ())[:end]) for end in range(128, len(tokens or ()) + 1, 128)],
-    }
-    return SimpleNamespace(**(fields | changes))
-
-
-def planned(side: SchedulerSide, **num_scheduled: int) -> Any:
-    step = side.step()
-    blocks = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3, 4, 5, 6],))
-    scheduled = SimpleNamespace(num_scheduled_tokens=num_scheduled, kv_connector_block_state=blocks)
-    side.plan_saves(step, scheduled)
-    return step
-
-
-def saved(step: Any) -> dict[str, int]:
-    """Request → the tokens of it that the step saves."""
-    return {save.request_id: save.content.num_tokens for save in step.saves}
-
-
-def keep(engine: CacheEngine, tokens: list[int]) -> None:
-    engine.store(engine.content(tokens), Blocks())
-
-
-def num_pins(engine: CacheEngine) -> int:
-    return len(engine._chain.pins.active())
 
 
 def test_a_hit_is_pinned_until_it_is_loaded(make: Any, engine: CacheEngine) -> None:
@@ -315,96 +223,6 @@ def test_an_aborted_request_leaves_nothing(make: Any, engine: CacheEngine) -> No
     assert far.arrivals[0].cancelled
 
 
-def test_whole_chunks_are_saved_as_they_are_complete_and_the_tail_with_the_prompt(make: Any) -> None:
-    side, each = make(), request()
-    side.matched(each, 0)
-    seen = []
-    for computed, scheduled in ((0, 300), (300, 100), (400, 300), (700, 1)):
-        each.num_computed_tokens = computed
-        seen.append(saved(planned(side, r=scheduled)))
-    assert seen == [{"r": 256}, {}, {"r": 640}, {}]
-
-
-def test_several_ranks_save_nothing_until_all_have_loaded_what_was_promised(
-    make: Any, engine: CacheEngine
-) -> None:
-    keep(engine, PROMPT[:512])
-    lookups = LocalLookups(alone(engine))
-    lookups.several_ranks = True
-    side, each = make(lookups), request()
-    assert side.matched(each, 0) == (512, False)
-    side.allocated(each, ([1, 2, 3, 4, 5, 6],), 512)
-    each.num_computed_tokens = 512
-    step = planned(side, r=188)
-    assert (len(step.loads), step.saves) == (1, [])
-    assert planned(side, r=188).saves == [], "a rank that loaded would keep what another computed on garbage"
-    side.reported(Report(step=step.number, failed={"r": 256}))
-    each.num_computed_tokens = 256
-    assert [save.content.num_tokens for save in planned(side, r=444).saves] == [640]
-
-
-def test_what_another_connector_loads_is_saved_once_vllm_has_dealt_with_its_failures(make: Any) -> None:
-    """Beside ours in vLLM's MultiConnector: it can tell of a failure only when the step's KV is saved."""
-    side, older, loading, with_it = make(), *(request(name=name) for name in ("older", "loading", "with_it"))
-    side.matched(older, 0)
-    side.allocated(older, ([1, 2, 3, 4, 5, 6],), 0)
-    assert saved(planned(side, older=300)) == {"older": 256}
-    for each, computed in ((loading, 512), (with_it, 0)):
-        side.matched(each, 0)
-        side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
-        each.num_computed_tokens = computed
-    older.num_computed_tokens = 600
-    step = planned(side, older=100, loading=188, with_it=400)
-    assert step.awaited
-    assert saved(step) == {"older": 512}, "nothing else was computed before"
-    older.num_computed_tokens, with_it.num_computed_tokens = 700, 400
-    between = planned(side, older=1, loading=1, with_it=100)
-    assert (between.awaited, saved(between)) == (False, {})
-    side.reported(Report(step=step.number, failed={}))
-    loading.num_computed_tokens = 0  # it failed
-    assert saved(planned(side, older=1, loading=600, with_it=150)) == {
-        "older": 640,
-        "loading": 512,
-        "with_it": 512,
-    }
-
-
-@pytest.mark.parametrize("in_the_same_step", [False, True])
-@pytest.mark.parametrize("left_out", [False, True])
-def test_nobody_shares_another_connector_s_load_before_its_failures_are_known(
-    make: Any, left_out: bool, in_the_same_step: bool
-) -> None:
-    side, loading, sharing = make(), request(name="loading", resumable=left_out), request(name="sharing")
-    side.matched(loading, 128)
-    side.allocated(loading, ([1, 2, 3, 4, 5, 6],), 0)
-    loading.num_computed_tokens = 512
-    if in_the_same_step:
-        assert side.matched(sharing, 512) == (None, False)
-        assert side.matched(sharing, 128) == (0, False)
-    step = planned(side, loading=188)
-    side.finished("loading")
-    assert not side._known.keys() & {"loading"}
-    assert side.matched(sharing, 512) == (None, False)
-    side.reported(Report(step=step.number, failed={}))
-    assert side.matched(sharing, 512) == (0, False)
-
-
-def test_what_one_rank_loads_is_no_reason_to_wait(make: Any, engine: CacheEngine) -> None:
-    keep(engine, PROMPT[:512])
-    side, each = make(), request()
-    assert side.matched(each, 128) == (384, False)
-    side.allocated(each, ([1, 2, 3, 4, 5, 6],), 384)
-    each.num_computed_tokens = 512
-    step = planned(side, r=188)
-    assert (step.awaited, saved(step)) == (False, {"r": 640})
-
-
-def test_tokens_that_are_not_confirmed_are_not_saved(make: Any) -> None:
-    side, each = make(), request(PROMPT[:250])
-    side.matched(each, 0)
-    assert planned(side, r=250 + 8).saves[0].content.num_tokens == 128  # 8 speculative tokens
-
-
 def test_a_consumer_saves_nothing_and_a_producer_loads_nothing(make: Any, engine: CacheEngine) -> None:
     keep(engine, PROMPT[:512])
     consumer, producer = make(saves=False), make(loads=False)
@@ -469,40 +287,3 @@ def test_a_new_epoch_shares_nothing_with_what_was_before(make: Any, engine: Cach
     assert num_pins(engine) == 0
     assert planned(side, r=700).saves == [], "computed with the weights of before"
     assert side.matched(request(), 0) == (0, False)
-
-
-def test_a_request_under_way_in_a_reset_is_saved_under_the_new_epoch_if_it_is_computed_anew(
-    make: Any,
-) -> None:
-    side, each, other = make(), request(), request(name="other")
-    side.matched(each, 0)
-    side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
-    [before] = planned(side, r=300).saves
-    side.forget(b"epoch", engine_forgot=True)
-    each.num_computed_tokens = 300
-    assert saved(planned(side, r=400)) == {}, "its beginning was computed with the weights of before"
-    side.matched(each, 0)  # vLLM has preempted it
-    side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
-    each.num_computed_tokens = 0
-    [anew] = planned(side, r=300).saves
-    side.matched(other, 0)
-    [others] = planned(side, other=300).saves
-    assert anew.content.hashes == others.content.hashes != before.content.hashes
-
-
-def test_what_the_engine_keeps_over_a_reset_is_not_saved_until_one_that_it_follows(make: Any) -> None:
-    """vLLM resets nothing of its own while a request has blocks, and shares it with requests to come."""
-    side = make()
-    side.forget(b"epoch", engine_forgot=False)
-    begun = {"begins_with_it": 256, "begins_anew": 0}
-    for name, num_local in begun.items():
-        each = request(name=name)
-        side.matched(each, num_local)
-        side.allocated(each, ([1, 2, 3, 4, 5, 6],), 0)
-        each.num_computed_tokens = num_local
-    assert saved(planned(side, begins_with_it=444, begins_anew=700)) == {"begins_anew": 640}
-    side.forget(b"another", engine_forgot=True)
-    each = request()
-    side.matched(each, 256)
-    each.num_computed_tokens = 256
-    assert saved(planned(side, r=444)) == {"r": 640}
