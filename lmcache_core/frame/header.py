@@ -181,7 +181,7 @@ def parse_header(memory: memoryview) -> FrameHeader:
     except ValueError as error:
         raise Corrupt(f"invalid header: {error}") from error
     # One value has one encoding: all that is left to differ is the length and the padding.
-    if header.header_nbytes != header_nbytes or body[end:].strip(b"\0"):
+    if header.header_nbytes != header_nbytes or body[end:] != bytes(len(body) - end):
         raise Corrupt("header is longer than its content, or its padding is not zero")
     return header
 

@@ -36,7 +36,9 @@ class Attempt:
         "answered",
         "failure",
         "indices",
+        "inside",
         "judged",
+        "last_read",
         "open",
         "started",
         "targets",
@@ -56,6 +58,8 @@ class Attempt:
         self.failure = ""  # why an item failed, where one did
         self.timed_out = False  # the backend itself said that the deadline had passed
         self.judged = False  # the breaker has been told of this attempt
+        self.inside = True  # its method runs; guarded by the transfer's lock
+        self.last_read: tuple[int, Item, Outcome] | None = None  # to be verified where the method returns
 
     @property
     def deadline(self) -> float:

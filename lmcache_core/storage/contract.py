@@ -163,7 +163,10 @@ class Call(Protocol):
         """
 
     def done(self, index: int, outcome: Outcome) -> None:
-        """Settles item `index`, once; a second time is ignored and counted. Late is welcome."""
+        """Settles item `index`, once; a second time is ignored and counted. Late is welcome.
+
+        What a get read is verified meanwhile, and used at once; what it settles last, when it has returned.
+        """
 
 
 class Host(Protocol):

@@ -294,6 +294,11 @@ class TierExecutor:
         """Ctrl-C came inside a callback. It is raised on, but not before the other items had theirs."""
         self._interrupt = error
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a job waits for a worker, which then leaves to another thread what it can."""
+        return self._traffic.waits
+
     def attempt_over(self, transfer: Transfer, attempt: Attempt) -> None:
         """The backend has let go of the whole call: its slot is free, and a retry may follow."""
         health, operation = self._health, transfer.operation
@@ -342,7 +347,7 @@ class TierExecutor:
         breaker = self._health.of(transfer.operation)
         if transfer.deadline <= self.now():
             outcome = self._timeout(transfer)
-        elif breaker.refusing or ((transfer.prepared or transfer.prepare()) and not breaker.allow()):
+        elif breaker.refusing or (transfer.prepare() and not breaker.allow()):
             outcome = self._failed(BackendUnavailable, "breaker open", transfer)
         else:
             attempt = transfer.begin(self.now())

@@ -33,13 +33,14 @@ class Health:
         self.write_breaker = write_breaker
         self.retry = retry
         self.events = events
+        self._breakers = {each: write_breaker if each.writes else read_breaker for each in Operation}
         self._tier = tier
         self._interrupted = interrupted
         read_breaker.watch(partial(self._changed, "read"))
         write_breaker.watch(partial(self._changed, "write"))
 
     def of(self, operation: Operation) -> Breaker:
-        return self.write_breaker if operation.writes else self.read_breaker
+        return self._breakers[operation]
 
     def judge(self, operation: Operation, attempt: Attempt, *, closing: bool) -> None:
         """Tells the breaker of an attempt that is over, unless it has been told."""

@@ -15,6 +15,8 @@ class RetryBudget:
         self._lock = threading.Lock()  # guards _tokens
 
     def record_call(self) -> None:
+        if self._tokens >= self._most:  # the usual case, without the lock
+            return
         with self._lock:
             self._tokens = min(self._most, self._tokens + self._ratio)
 

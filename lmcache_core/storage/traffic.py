@@ -188,6 +188,11 @@ class Traffic:
     # --- threads
 
     @property
+    def waits(self) -> bool:
+        """Whether a transfer is queued: for who would keep a thread busy with something else."""
+        return len(self._queue) > 0
+
+    @property
     def wants_thread(self) -> bool:
         """Whether one more thread is of use. Without the lock it is true for a moment only, but never false
         for who has just queued a transfer that no thread will come for."""

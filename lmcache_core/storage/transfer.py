@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import ParamSpec, Protocol
+from typing import Protocol, TypeVarTuple
 
 from lmcache_core.errors import BackendError, Corrupt, DeadlineExceeded, PoolFull
 from lmcache_core.frame import FrameHeader
@@ -34,7 +34,9 @@ from lmcache_core.storage.faults import failed, is_interrupt, wrapped
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
+Args = TypeVarTuple("Args")
+
+_NO_ROOM = Outcome(status=Status.FULL)
 
 
 class ItemState(Enum):
@@ -63,6 +65,9 @@ class TransferOwner(Protocol):
     def interrupted(self, error: BaseException) -> None: ...
 
     def verify(self, check: Callable[[], None]) -> None: ...
+
+    @property
+    def is_waited_for(self) -> bool: ...
 
     def attempt_over(self, transfer: Transfer, attempt: Attempt) -> None: ...
 
@@ -100,18 +105,16 @@ class Transfer:
 
     # --- dispatch
 
-    @property
-    def prepared(self) -> bool:
-        return self._batch is not None
-
     def prepare(self) -> bool:
-        """Lets the job take its memory; False when nothing is left to ask the backend for."""
+        """Lets the job take its memory, once; False when nothing is left to ask the backend for."""
+        if self._batch is not None:
+            return True
         with self._lock:
             if self.cancelled:
                 return False
             self._preparing = True
         batch: Sequence[Target] = ()
-        rest = Outcome(status=Status.FULL)
+        rest = _NO_ROOM
         try:
             batch = self.job.prepare()
             if len(batch) > self.job.num_items:
@@ -152,6 +155,9 @@ class Transfer:
         """The backend's method returned, or raised `error`. Unless asynchronous, that ends every item."""
         unsettled: list[int] = []
         abandoned: list[int] = []
+        with self._lock:
+            attempt.inside = False
+            last, attempt.last_read = attempt.last_read, None
         if error is not None or not asynchronous:
             with self._lock:
                 if attempt.open > 1:
@@ -176,6 +182,11 @@ class Transfer:
                 self._conclude(index, outcome, None, retryable=True)
             for index in abandoned:
                 self._land(index, outcome)
+        if last is not None:
+            if self._owner.is_waited_for:
+                self._owner.verify(partial(self._verify, *last))
+            else:
+                self._verify(*last)
         self._let_go(attempt, 1 + len(unsettled) + len(abandoned))
 
     # --- the backend's call
@@ -213,13 +224,14 @@ class Transfer:
             believed = failed(BackendError(fault, backend=self._owner.tier, op=self.operation.value))
         if fault:
             self.breach(fault)
-        believed = self._timely(believed)
+        if believed.error is not None:
+            believed = self._timely(believed)
         if not waiting:
             self._land(index, believed)
         else:
             self._note(attempt, believed)
             if believed.status is Status.OK and isinstance(target, Item) and self.operation is Operation.GET:
-                self._read(index, target, believed)
+                self._read(attempt, index, target, believed)
             else:
                 self._conclude(index, believed, None, retryable=True)
         self._let_go(attempt, 1)
@@ -300,14 +312,22 @@ class Transfer:
         self.release()
         return abandoned
 
-    def _read(self, index: int, item: Item, outcome: Outcome) -> None:
-        """A GET brought bytes: they are verified on another thread, unless only the caller can."""
+    def _read(self, attempt: Attempt, index: int, item: Item, outcome: Outcome) -> None:
+        """A GET brought bytes: they are verified, unless only the caller can.
+
+        On another thread, while the next item is being read. Behind the last one nothing is: it is
+        verified where the method returns, without waking a thread for it.
+        """
         if not must_verify(item):
             self._conclude(index, outcome, None)
             return
         with self._lock:
             self._holders += 1
-        self._owner.verify(partial(self._verify, index, item, outcome))
+            last = attempt.inside and attempt.open == 2  # this item, and the method
+            if last:
+                attempt.last_read = index, item, outcome
+        if not last:
+            self._owner.verify(partial(self._verify, index, item, outcome))
 
     def _verify(self, index: int, item: Item, outcome: Outcome) -> None:
         header: FrameHeader | None = None
@@ -376,9 +396,9 @@ class Transfer:
             self._attempt = None
         self._owner.attempt_over(self, attempt)
 
-    def _guarded(self, callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _guarded(self, callback: Callable[[*Args], None], *args: *Args) -> None:
         try:
-            callback(*args, **kwargs)
+            callback(*args)
         except BaseException as error:  # recorded boundary: the other items' callbacks have to run too
             if is_interrupt(error):
                 self._owner.interrupted(error)

@@ -1,4 +1,4 @@
-"""Frames are verified as they arrive, on another thread; what can't be proved right is served to nobody."""
+"""Frames are verified as they arrive, the last of a call on the thread that read it; what can't be proved right is served to nobody."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
-from executor_scenario import Scenario
+from executor_scenario import RecordingJob, Scenario
 from scripted_backend import FRAME_NBYTES, OK, fill, frame_of, key_of, read_frames, settle_all, wait
 
 from lmcache_core.errors import BackendError, Corrupt
@@ -124,7 +124,55 @@ def test_a_frame_is_verified_and_usable_while_the_next_one_is_read() -> None:
         job.on_settled = settled
         scenario.executor.submit(job)
         assert job.statuses() == [Status.OK, Status.OK]
-        assert set(threads) == {"lmcache-verifier"}
+        assert threads == ["lmcache-verifier", "lmcache-slow-1"]
+
+
+def test_the_last_frame_is_left_to_the_verifier_where_a_job_waits_for_the_thread() -> None:
+    with Scenario() as scenario:
+        next_read = threading.Event()
+
+        def get_when_another_waits(items: Sequence[Item], call: Call) -> None:
+            scenario.backend.get = get_next
+            jobs.append(scenario.submit(Operation.GET, 2))
+            read_frames(items, call)
+
+        def get_next(items: Sequence[Item], call: Call) -> None:
+            next_read.set()
+            read_frames(items, call)
+
+        jobs: list[RecordingJob] = []
+        scenario.backend.get = get_when_another_waits
+        threads: list[str] = []
+        job = scenario.job(Operation.GET, 1)
+
+        def settled(index: int, outcome: Outcome) -> None:
+            wait(next_read)  # comes only if the thread that read this frame takes the next job
+            threads.append(threading.current_thread().name)
+
+        job.on_settled = settled
+        scenario.executor.submit(job)
+        assert job.statuses() == [Status.OK]
+        assert jobs[0].statuses() == [Status.OK]
+        wait(job.is_finished)
+        assert threads == ["lmcache-verifier"]
+
+
+def test_a_last_frame_whose_call_does_not_return_is_timed_out_and_takes_no_memory_with_it() -> None:
+    with Scenario() as scenario:
+        hang = scenario.hang(lambda items, call: None)
+
+        def get(items: Sequence[Item], call: Call) -> None:
+            read_frames(items, call)
+            hang(items, call)
+
+        scenario.backend.get = get
+        job = scenario.submit_into(hang, Operation.GET, 1)
+        scenario.pass_time(10)
+        assert job.statuses() == [Status.TIMEOUT]
+        hang.let_go()
+        wait(job.is_finished)
+        scenario.quiet()
+        assert scenario.counters["late_results"] == 1
 
 
 def test_memory_is_not_released_while_a_frame_is_being_verified(monkeypatch: pytest.MonkeyPatch) -> None:
