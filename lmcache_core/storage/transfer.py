@@ -239,7 +239,7 @@ class Transfer:
     # --- the executor's side
 
     def give_up(self, outcome: Outcome) -> bool:
-        """Settles every unsettled item with `outcome`; True when the backend still holds some of them.
+        """Settles every unsettled item with `outcome`; True when the backend is still inside or holds some.
 
         While the job prepares, nothing is settled: `prepare` does it when it ends.
         """
@@ -280,26 +280,29 @@ class Transfer:
     # --- inside
 
     def _settle_from(self, start: int, outcome: Outcome) -> bool:
-        """Settles what is unsettled from item `start` on; True when the backend still holds some of it."""
+        """Settles what is unsettled from item `start` on; True when the backend is inside or holds some of it.
+
+        It is also inside where it has let go of every item and its method doesn't return.
+        """
         settled: list[int] = []
-        abandoned = False
         with self._lock:
-            inside = self._attempt is not None
+            attempt = self._attempt
+            held = attempt is not None and attempt.inside
             for index in range(start, len(self._states)):
                 state = self._states[index]
-                if state is ItemState.WAITING and inside:
+                if state is ItemState.WAITING and attempt is not None:
                     self._states[index] = ItemState.ABANDONED
-                    abandoned = True
+                    held = True
                 elif state is ItemState.ABANDONED or state is ItemState.ENDED:
                     continue
                 else:
                     self._states[index] = ItemState.ENDED
                     self._held_back.pop(index, None)
                 settled.append(index)
+            if held and attempt is not None:
+                attempt.judged = True  # the executor tells the breaker, now
             if not settled:
-                return False  # it may even be finished: holding it now would finish it again
-            if abandoned and self._attempt is not None:
-                self._attempt.judged = True  # the executor tells the breaker, now
+                return held  # it may even be finished: holding it now would finish it again
             self._holders += 1
             self._giving_up.update(settled)
         for index in settled:
@@ -310,7 +313,7 @@ class Transfer:
             if landed is not None:
                 self._land(index, landed)
         self.release()
-        return abandoned
+        return held
 
     def _read(self, attempt: Attempt, index: int, item: Item, outcome: Outcome) -> None:
         """A GET brought bytes: they are verified, unless only the caller can.

@@ -169,6 +169,48 @@ def test_once_no_call_returns_further_jobs_are_refused_as_busy() -> None:
         assert scenario.submit(Operation.GET, 3).statuses() == [Status.OK]
 
 
+def test_a_call_that_settles_all_and_does_not_return_is_a_hang_too() -> None:
+    with Scenario(max_in_flight=3, failures=2) as scenario:
+        hang = scenario.hang(lambda targets, call: None)
+
+        def get(items: Sequence[Item], call: Call) -> None:
+            read_frames(items, call)
+            hang(items, call)
+
+        def stat(keys: Sequence[object], call: Call) -> None:
+            settle_all(OK)(keys, call)
+            hang(keys, call)
+
+        scenario.backend.get, scenario.backend.stat = get, stat
+        scenario.submit_into(hang, Operation.GET, 1)
+        answered = scenario.submit(Operation.STAT, 2)
+        hang.wait_for_calls(2)
+        assert answered.statuses() == [Status.OK]
+        assert scenario.executor.stats().traffic.stuck == 0
+        scenario.pass_time(10)
+        assert scenario.executor.stats().traffic.stuck == 2
+        assert scenario.read_breaker.state is BreakerState.OPEN
+        hang.let_go()
+        scenario.quiet()
+        assert scenario.executor.stats().traffic.stuck == 0
+        assert scenario.read_breaker.state is BreakerState.OPEN  # that they came back late heals nothing
+
+
+def test_once_every_call_lingers_further_jobs_are_refused_as_busy() -> None:
+    with Scenario() as scenario:
+        hang = scenario.hang(lambda targets, call: None)
+
+        def stat(keys: Sequence[object], call: Call) -> None:
+            settle_all(OK)(keys, call)
+            hang(keys, call)
+
+        scenario.backend.stat = stat
+        scenario.submit_into(hang, Operation.STAT, 1)
+        scenario.pass_time(10)
+        refused = scenario.submit(Operation.STAT, 2)
+        assert "no call returns" in str(refused.error())
+
+
 def test_quarantined_bytes_count_against_the_bound() -> None:
     with Scenario(max_in_flight=2, in_flight_bytes=2 * FRAME_NBYTES) as scenario:
         hang = scenario.backend.get = scenario.hang()
