@@ -280,9 +280,9 @@ class Transfer:
     # --- inside
 
     def _settle_from(self, start: int, outcome: Outcome) -> bool:
-        """Settles what is unsettled from item `start` on; True when the backend is inside or holds some of it.
+        """Settles what is unsettled from item `start` on; True when the backend holds any, or is inside.
 
-        It is also inside where it has let go of every item and its method doesn't return.
+        It may be inside having let go of every item: its method doesn't return.
         """
         settled: list[int] = []
         with self._lock:

@@ -1,4 +1,7 @@
-"""Frames are verified as they arrive, the last of a call on the thread that read it; what can't be proved right is served to nobody."""
+"""Frames are verified as they arrive; what can't be proved right is served to nobody.
+
+The last frame of a call is verified on the thread that read it, the others on another.
+"""
 
 from __future__ import annotations
 
