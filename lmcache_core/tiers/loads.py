@@ -23,9 +23,10 @@ class LoadQueue:
         self._most_bytes = most_bytes
         self._submit = submit
         self._clock = clock
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards all below
         self._waiting: deque[LoadJob] = deque()
         self._bytes = 0
+        self._advancing = False
 
     def add(self, job: LoadJob) -> None:
         job.on_finished(lambda: self._finished(job.nbytes))
@@ -49,13 +50,27 @@ class LoadQueue:
         self._advance()
 
     def _advance(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    return
+        """Submits what may go. One thread does; the others leave it to it, and so does a job that is refused
+        and finished while it is submitted: one inside the other, a long queue would exhaust the stack."""
+        with self._lock:
+            if self._advancing:
+                return
+            self._advancing = True
+        try:
+            while (job := self._next()) is not None:
+                self._submit(job)
+        except BaseException:
+            self._advancing = False
+            raise
+
+    def _next(self) -> LoadJob | None:
+        """The next that may go, its bytes counted; None: none may, and the advance is over."""
+        with self._lock:
+            if self._waiting:
                 job = self._waiting[0]
-                if self._bytes and self._bytes + job.nbytes > self._most_bytes:
-                    return
-                self._waiting.popleft()
-                self._bytes += job.nbytes
-            self._submit(job)
+                if not self._bytes or self._bytes + job.nbytes <= self._most_bytes:
+                    self._waiting.popleft()
+                    self._bytes += job.nbytes
+                    return job
+            self._advancing = False
+            return None

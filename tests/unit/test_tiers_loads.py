@@ -1,0 +1,116 @@
+"""Loads that wait for their turn: every one of them is told how it ends, however long the queue."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+from scripted_backend import FRAME_NBYTES, PATIENCE_S, key_of
+
+from lmcache_core.errors import BackendUnavailable
+from lmcache_core.storage import Job, Outcome, Priority, Status
+from lmcache_core.tiers.index import Resident
+from lmcache_core.tiers.jobs import LoadJob, Wanted
+from lmcache_core.tiers.loads import LoadQueue
+
+REFUSED = Outcome(status=Status.FAILED, error=BackendUnavailable("breaker open"))
+MOST_BYTES = 4 * FRAME_NBYTES
+
+
+class Store:
+    """Takes what it is asked for, or refuses it at once, and knows what is in flight."""
+
+    def __init__(self) -> None:
+        self.refuses = False
+        self.running: list[LoadJob] = []
+        self.ended: list[tuple[str, Status]] = []
+        self.most_in_flight = 0
+        self.queue = LoadQueue(MOST_BYTES, self.submit, lambda: 0.0)
+        self._lock = threading.Lock()  # guards `running` and `most_in_flight`
+
+    def ask(self, number: int) -> None:
+        copy = Resident(key_of(number), FRAME_NBYTES, FRAME_NBYTES)
+        pool: Any = None  # no job here comes as far as taking memory
+        self.queue.add(
+            LoadJob(
+                pool,
+                [Wanted(copy, FRAME_NBYTES)],
+                lambda wanted, lease, header, outcome: self.ended.append((wanted.copy.key, outcome.status)),
+                tier="slow",
+                priority=Priority.LOAD,
+                deadline=1.0,
+                allocate_until=lambda: 1.0,
+            )
+        )
+
+    def submit(self, job: Job) -> None:
+        assert isinstance(job, LoadJob)
+        if self.refuses:
+            self.end(job)
+            return
+        with self._lock:
+            self.running.append(job)
+            self.most_in_flight = max(self.most_in_flight, len(self.running) * FRAME_NBYTES)
+
+    def end(self, job: LoadJob) -> None:
+        job.give_up(REFUSED)
+        job.finished()
+
+    def end_one(self) -> bool:
+        with self._lock:
+            job = self.running.pop() if self.running else None
+        if job is not None:
+            self.end(job)
+        return job is not None
+
+
+def test_a_long_queue_that_is_refused_at_once_ends_one_by_one() -> None:
+    store = Store()
+    count = 2 * sys.getrecursionlimit()
+    for number in range(count):
+        store.ask(number)
+    assert not store.ended
+    store.refuses = True
+    while store.end_one():
+        pass
+    assert sorted(store.ended) == [(key_of(number), Status.FAILED) for number in range(count)]
+    store.refuses = False
+    store.ask(count)
+    assert len(store.running) == 1  # no bytes are counted that nobody has
+
+
+def test_nothing_is_forgotten_when_many_threads_ask_and_many_loads_end() -> None:
+    store = Store()
+    threads, each = 4, 200
+    until = time.monotonic() + PATIENCE_S
+
+    def ask(first: int) -> None:
+        for number in range(first, first + each):
+            store.ask(number)
+
+    def end() -> None:
+        while len(store.ended) < threads * each and time.monotonic() < until:
+            store.end_one()
+
+    workers = [threading.Thread(target=ask, args=(first * each,), daemon=True) for first in range(threads)]
+    workers += [threading.Thread(target=end, daemon=True) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(PATIENCE_S)
+    assert sorted(store.ended) == [(key_of(number), Status.FAILED) for number in range(threads * each)]
+    assert store.most_in_flight <= MOST_BYTES
+
+
+def test_what_waits_past_its_deadline_ends_without_being_asked_for() -> None:
+    now = [0.0]
+    store = Store()
+    store.queue = LoadQueue(MOST_BYTES, store.submit, lambda: now[0])
+    for number in range(6):
+        store.ask(number)
+    now[0] = 1.0
+    store.queue.expire()
+    assert store.ended == [(key_of(number), Status.TIMEOUT) for number in (4, 5)]
+    assert len(store.running) == 4
