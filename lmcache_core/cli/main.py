@@ -82,3 +82,7 @@ def _check_that_none_is_broken(name: str) -> None:
 @click.version_option(package_name="lmcache-core", prog_name="lmcache-core")
 def main() -> None:
     """Keeps the KV caches of language models in a chain of storage tiers."""
+
+
+if __name__ == "__main__":
+    main()

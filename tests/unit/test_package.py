@@ -38,6 +38,14 @@ def test_the_help_of_the_command_imports_no_command() -> None:
     assert not loaded & {"torch", "numpy", "transformers", "lmcache_core.engine", "lmcache_core.cli.config"}
 
 
+@pytest.mark.parametrize("module", ["lmcache_core", "lmcache_core.cli.main"])
+def test_the_module_runs_the_command_line(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("lmcache-core, version ")
+
+
 @pytest.mark.parametrize("name", sorted(set(lmcache_core.__all__) - {"CachedGenerator"}))
 def test_every_public_name_can_be_used(name: str) -> None:
     assert getattr(lmcache_core, name) is not None
