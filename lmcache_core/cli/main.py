@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import sys
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -46,6 +49,25 @@ class _LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows.items()))
 
+    def main(self, *arguments: Any, **named: Any) -> Any:
+        """Runs the command line and ends the process; where the output can't be written, with exit code 1.
+
+        What is wrong is then one line; nothing where the reader of a pipe wants no more.
+        """
+        try:
+            try:
+                return super().main(*arguments, **named)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()  # not at the interpreter's end, which nothing could catch
+        except OSError as error:
+            if not _output_fails():
+                raise
+            sys.stdout = None  # where what is kept back would fail once more
+            if error.errno != errno.EPIPE:
+                click.echo(f"Error: the output can't be written: {error.strerror}", err=True)
+            raise SystemExit(1) from error
+
     def invoke(self, ctx: click.Context) -> object:
         """Runs the command; an error of ours ends in its message and exit code 1, without a traceback.
 
@@ -58,6 +80,15 @@ class _LazyGroup(click.Group):
             ctx.exit(128 + signal.SIGINT)
         except LMCacheError as error:
             raise click.ClickException(str(error)) from error
+
+
+def _output_fails() -> bool:
+    """Whether nothing can be written to the output: tells its errors from those of other files."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _plugin_commands() -> dict[str, click.Command]:
