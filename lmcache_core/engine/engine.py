@@ -173,14 +173,14 @@ class CacheEngine:
         tiers = self._tiers(search_range)
         content = None if request is None else self._content(request)
         named = list(hashes or ())
+        deadlines = self._chain.deadlines()  # of the whole call, however often it looks
 
         def plan_now() -> Plan:
             if content is None:
                 size = self.model.chunk_tokens
-                return Plan.of_hashes(self._chain, named, self.part, size, tiers, limit)
-            return plan_hit(
-                self._chain, content, self.part, tiers=tiers, limit=limit, tails=self.config.tails
-            )
+                return Plan.of_hashes(named, self.part, size, tiers, limit, deadlines)
+            tails = self.config.tails
+            return plan_hit(content, self.part, tiers=tiers, limit=limit, tails=tails, deadlines=deadlines)
 
         plan, lookup_id = plan_now(), ""
         if pin and plan.keys:

@@ -30,12 +30,12 @@ class Loader:
     def plan(self, content: Content, tiers: Sequence[Tier], limit: int | None, skip: int = 0) -> Plan:
         """What can be loaded of `content` behind its first `skip` tokens, up to `limit`."""
         return plan_hit(
-            self._chain,
             content,
             self._shape.part,
             tiers=tiers if skip < content.num_tokens else (),
             limit=limit,
             tails=self._tails,
+            deadlines=self._chain.deadlines(),
             start_chunk=skip // content.model.chunk_tokens,
         )
 

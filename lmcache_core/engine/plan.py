@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_core.identity import Content, Part, StorageKey, chunk_key
-from lmcache_core.tiers import Deadlines, Run, Tier, TierChain, find_first, locate
+from lmcache_core.tiers import Deadlines, Run, Tier, find_first, locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,16 @@ class Plan:
     @classmethod
     def of_hashes(
         cls,
-        chain: TierChain,
         hashes: Sequence[bytes],
         part: Part,
         chunk_tokens: int,
         tiers: Sequence[Tier],
         limit: int | None,
+        deadlines: Deadlines,
     ) -> Plan:
         """The plan for the whole chunks named by `hashes`."""
         wanted = hashes if limit is None else hashes[: max(limit, 0) // chunk_tokens]
         keys = [chunk_key(part.digest, digest) for digest in wanted]
-        deadlines = chain.deadlines()
         runs = locate(keys, tiers, deadlines)
         return cls(keys[: runs[-1].stop] if runs else [], runs, deadlines, 0, chunk_tokens, None)
 
@@ -73,13 +72,13 @@ class Plan:
 
 
 def plan_hit(
-    chain: TierChain,
     content: Content,
     part: Part,
     *,
     tiers: Sequence[Tier],
     limit: int | None,
     tails: bool,
+    deadlines: Deadlines,
     start_chunk: int = 0,
 ) -> Plan:
     """The longest prefix of `content`, at most `limit` tokens, from chunk `start_chunk` on."""
@@ -87,7 +86,6 @@ def plan_hit(
     most = content.num_tokens if limit is None else max(min(limit, content.num_tokens), 0)
     keys = content.keys(part)[: most // chunk_tokens]
     start = min(start_chunk, len(keys))
-    deadlines = chain.deadlines()
     runs = locate(keys, tiers, deadlines, start)
     keys = keys[: runs[-1].stop if runs else start]
     tail = None

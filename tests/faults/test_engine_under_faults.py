@@ -259,6 +259,22 @@ def test_a_hung_shared_store_costs_a_request_one_deadline(verb: str) -> None:
         settle(engine)
 
 
+def test_a_lookup_that_pins_spends_its_deadline_on_a_hung_store_once() -> None:
+    controls = Controls()
+    controls.capabilities = SHARED
+    tokens = prompt(29, 3 * CHUNK)
+    with build(controls, cpu(), remote(capacity=None, deadline=DEADLINE_S)) as engine:
+        store(engine, tokens[:CHUNK])
+        settle(engine)
+        controls.hang("stat")
+        pinned = engine.lookup(tokens, pin=True)  # looks again when it has pinned
+        assert pinned.num_tokens == CHUNK
+        assert controls.calls["stat"] == 1, "more than one deadline"
+        controls.let_go("stat")
+        engine.lookup_unpin(pinned.lookup_id)
+        settle(engine)
+
+
 def test_failures_are_counted_logged_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
     controls = Controls()
     recorder = Recorder()
