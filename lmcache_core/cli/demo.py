@@ -152,8 +152,15 @@ def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObse
     """Runs one phase in a process of its own, which it kills with SIGKILL when it is ready (or fails).
 
     Raises:
-        DemoFailed: the worker ended by itself, or said why it can't go on.
+        DemoFailed: the worker ended by itself, or said why it can't go on; or a path is no text.
     """
+    try:
+        line = msgspec.json.encode(plan)
+    except UnicodeEncodeError as error:
+        raise DemoFailed(
+            f"{error.object!r} is not text in the encoding of this terminal, {sys.getfilesystemencoding()}: "
+            "set LC_ALL=C.UTF-8, or choose another place"
+        ) from error
     # Threads that spin at OpenMP barriers turn every figure into noise as soon as cores are shared.
     environment = {
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -168,17 +175,16 @@ def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObse
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            text=True,
             env=environment,
         ) as worker,
     ):
         assert worker.stdin is not None
         assert worker.stdout is not None
         try:
-            worker.stdin.write(msgspec.json.encode(plan).decode() + "\n")
+            worker.stdin.write(line + b"\n")
             worker.stdin.flush()
             ready = any(
-                take(msgspec.json.decode(line, type=Message), results, progress) for line in worker.stdout
+                take(msgspec.json.decode(said, type=Message), results, progress) for said in worker.stdout
             )
         except BrokenPipeError:
             ready = False

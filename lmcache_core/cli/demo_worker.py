@@ -25,11 +25,11 @@ FLUSH_S = 60.0
 
 def main() -> None:
     """Reads the plan from the first line of stdin, writes messages to stdout, then waits for its end."""
-    plan = msgspec.json.decode(sys.stdin.readline(), type=Plan)
-    output, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no message
+    plan = msgspec.json.decode(sys.stdin.buffer.readline(), type=Plan)
+    output, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever a library prints is no message
 
     def say(message: Message) -> None:
-        output.write(msgspec.json.encode(message).decode() + "\n")
+        output.write(msgspec.json.encode(message) + b"\n")
         output.flush()
 
     try:

@@ -6,6 +6,7 @@ import errno
 import signal
 import sys
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -52,8 +53,12 @@ class _LazyGroup(click.Group):
     def main(self, *arguments: Any, **named: Any) -> Any:
         """Runs the command line and ends the process; where the output can't be written, with exit code 1.
 
-        What is wrong is then one line; nothing where the reader of a pipe wants no more.
+        What is wrong is then one line; nothing where the reader of a pipe wants no more. What the terminal's
+        encoding lacks, of a path say, is written as an escape.
         """
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             try:
                 return super().main(*arguments, **named)

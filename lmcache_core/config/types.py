@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Self
@@ -105,7 +106,8 @@ def path_from_config(value: object) -> Path:
     """`value` as a path, `~` expanded.
 
     Raises:
-        ValueError: not text, empty, or holding a NUL character or a `$`, which nothing here expands.
+        ValueError: not text, empty, or holding a NUL character, a `$`, which nothing here expands, or what
+            the file system's encoding lacks.
     """
     if isinstance(value, Path):
         return value
@@ -116,7 +118,13 @@ def path_from_config(value: object) -> Path:
             f"{describe(value)}: environment variables aren't expanded; write the whole path, or begin with ~"
         )
     try:
-        return Path(value).expanduser()
+        path = Path(value).expanduser()
+        os.fsencode(path)
+        return path
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{value!a} can't be a path where text is {error.encoding}: set LC_ALL=C.UTF-8, or choose another"
+        ) from error
     except RuntimeError as error:
         raise ValueError(f"{describe(value)} names a home directory that can't be found: {error}") from error
 

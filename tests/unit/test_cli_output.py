@@ -1,4 +1,4 @@
-"""The command line where its output can't be written."""
+"""The command line where its output can't be written, or the terminal's encoding lacks what it says."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
+from click.testing import CliRunner
 
+from lmcache_core.cli.demo_messages import Plan, Stage
+from lmcache_core.cli.main import main
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 PRINTS = """\
 import click
 from lmcache_core.cli import main as cli
@@ -20,11 +27,15 @@ FULL = "Error: the output can't be written: No space left on device\n"
 
 
 def run(
-    *arguments: str, output: int = subprocess.PIPE, environment: dict[str, str] | None = None
+    *arguments: str | Path,
+    output: int = subprocess.PIPE,
+    environment: dict[str, str] | None = None,
+    said: bytes = b"",
 ) -> tuple[int, str, str]:
     """Runs Python in a process of its own: its exit code, output and errors."""
     done = subprocess.run(
         [sys.executable, *arguments],
+        input=said,
         stdout=output,
         stderr=subprocess.PIPE,
         env={**os.environ, **(environment or {})},
@@ -68,3 +79,50 @@ def test_an_error_of_another_file_is_not_taken_for_one_of_the_output() -> None:
     code, _, errors = run("-c", PRINTS.replace('print("words")', 'open("/no/such/file")'))
     assert code == 1
     assert errors.endswith("FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'\n")
+
+
+@pytest.mark.parametrize("name", [b"b\xe9d.yaml", "né.yaml".encode()])
+@pytest.mark.parametrize(
+    "environment",
+    [ASCII, {"PYTHONIOENCODING": "ascii:strict"}, {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}],
+)
+def test_a_path_that_the_terminal_lacks_characters_for_can_be_told(
+    tmp_path: Path, environment: dict[str, str], name: bytes
+) -> None:
+    file = tmp_path / os.fsdecode(name)
+    file.write_text("tiers: [{name: a, backend: cpu, capacity: 1MiB}]\n")
+    code, output, errors = run("-m", "lmcache_core", "config", "check", file, environment=environment)
+    assert (code, errors) == (0, "")
+    assert output.endswith(".yaml: ok: a (cpu)\n")
+
+
+def test_a_configured_path_that_the_file_system_cannot_name_is_one_error(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    tier = "{name: a, backend: disk, capacity: 1MiB, options: {path: /kv-é}}"
+    file.write_text(f"tiers: [{tier}]\n", encoding="utf-8")
+    code, output, errors = run("-m", "lmcache_core", "config", "check", file, environment=ASCII)
+    assert (code, output) == (1, "")
+    assert errors == (
+        f"Error: {file}, line 1: tiers[0].options.path: '/kv-\\xe9' can't be a path where text is ascii: "
+        "set LC_ALL=C.UTF-8, or choose another\n"
+    )
+
+
+def test_the_demo_refuses_a_directory_that_is_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"b\xe9d")
+    result = CliRunner().invoke(main, ["demo", "--dir", str(folder)])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"Error: {str(folder / 'config.yaml')!r} is not text in the encoding")
+
+
+def test_the_demos_worker_tells_text_whatever_the_locale_is() -> None:
+    code = """\
+from lmcache_core.cli import demo_worker
+from lmcache_core.cli.demo_messages import Stage
+demo_worker.work = lambda plan, say: say(Stage(plan.config, 1.0))
+demo_worker.main()
+"""
+    plan = Plan(phase="first", config="né", model=None, model_cache="", repeats=1, max_new_tokens=1)
+    said = msgspec.json.encode(plan) + b"\n"
+    expected = msgspec.json.encode(Stage("né", 1.0)).decode() + "\n"
+    assert run("-c", code, environment=ASCII, said=said) == (0, expected, "")
