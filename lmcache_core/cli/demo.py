@@ -287,7 +287,7 @@ def report(console: Console, results: Results) -> None:
         warm_s = median(median(answer.first_token_s) for answer in same)
         console.print(
             f"{sentence}, from {', '.join(tiers)}: first token in {warm_s:.2f} s, "
-            f"{cold_s / warm_s:.1f} times faster than without the cache ({cold_s:.2f} s). Medians.",
+            f"{beside(cold_s, warm_s)} than without the cache ({cold_s:.2f} s). Medians.",
             highlight=False,
             soft_wrap=True,
         )
@@ -305,6 +305,11 @@ def report(console: Console, results: Results) -> None:
         console.print("Not everything had been written when the process was killed: a tier is slow or down.")
     if results.document_tokens < MIN_DOCUMENT_TOKENS:
         console.print(f"With this tokenizer the document has fewer than {MIN_DOCUMENT_TOKENS:,} tokens.")
+
+
+def beside(cold_s: float, warm_s: float) -> str:
+    faster = cold_s / warm_s
+    return f"{faster:.1f} times faster" if faster >= 1 else f"{1 / faster:.1f} times slower"
 
 
 def verdict(results: Results, answer: Answer) -> str:

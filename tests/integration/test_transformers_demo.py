@@ -110,6 +110,13 @@ def test_one_answer_that_differs_is_exit_code_1(monkeypatch: pytest.MonkeyPatch,
     assert result.output.count("DIFFERS") == 1
 
 
+@pytest.mark.parametrize(
+    ("warm_s", "said"), [(0.1, "10.0 times faster"), (1.0, "1.0 times faster"), (2.0, "2.0 times slower")]
+)
+def test_what_took_longer_is_called_slower(warm_s: float, said: str) -> None:
+    assert demo.beside(1.0, warm_s) == said
+
+
 def test_a_worker_that_dies_ends_the_demo_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
