@@ -46,7 +46,7 @@ class WriteTarget(Protocol):
 
     @property
     def max_batch(self) -> int:
-        """Writes in one batch, at most."""
+        """Writes, or deletes, in one batch, at most."""
 
     @property
     def capacity_bytes(self) -> int | None: ...
@@ -61,7 +61,7 @@ class WriteTarget(Protocol):
 class _Batch:
     """Writes that go to the backend in one call, once the victims that make their room are gone."""
 
-    __slots__ = ("charged", "keys", "nbytes", "stuck", "writes")
+    __slots__ = ("charged", "keys", "leaving", "nbytes", "stuck", "writes")
 
     def __init__(self, writes: list[Write], of: _Batch | None = None) -> None:
         """`of` is the batch that these are left of."""
@@ -69,6 +69,7 @@ class _Batch:
         self.nbytes = sum(write.nbytes for write in writes)
         self.charged: int = self.nbytes if of is None else of.charged  # against the bound of active bytes
         self.keys: list[StorageKey] = [write.key for write in writes] if of is None else of.keys
+        self.leaving = 0  # calls that delete victims
         self.stuck = False  # a victim could not be deleted
 
 
@@ -251,8 +252,18 @@ class WriteQueue:
                 self._target.failed("delete", outcome)
                 self._target.index.kept(victim)
 
-        deadline = self._clock() + self._target.deadline_s
-        self._target.submit(DeleteJob(victims, removed, lambda: self._room_made(batch), deadline=deadline))
+        def over() -> None:
+            with self._lock:
+                batch.leaving -= 1
+                if batch.leaving:
+                    return
+            self._room_made(batch)
+
+        deadline, most = self._clock() + self._target.deadline_s, self._target.max_batch
+        pieces = [victims[start : start + most] for start in range(0, len(victims), most)]
+        batch.leaving = len(pieces)
+        for piece in pieces:
+            self._target.submit(DeleteJob(piece, removed, over, deadline=deadline))
 
     def _room_made(self, batch: _Batch) -> None:
         if not batch.stuck:

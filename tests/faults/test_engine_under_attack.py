@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cache_scenario import (
     CHUNK,
+    CONTENT,
+    HEADS,
+    LAYERS,
     MODEL,
     OracleKV,
     config_of,
@@ -27,7 +32,7 @@ from faulty_backends import Controls, faulty
 from lmcache_core.engine import CacheEngine
 from lmcache_core.errors import ConfigError
 from lmcache_core.events import Event, FrameRejected
-from lmcache_core.identity import Content, HostScheme, ModelRecord
+from lmcache_core.identity import Content, HostScheme, ModelRecord, Part
 from lmcache_core.storage import Capabilities
 
 FRAME = 16_384
@@ -45,6 +50,14 @@ def remote(**settings: object) -> dict[str, object]:
         "breaker": {"failures": 1000},
         **settings,
     }
+
+
+class BlankKV:
+    """KV of zeros, for parts that the oracle doesn't know."""
+
+    def gather(self, first_token: int, num_tokens: int, payload: Sequence[memoryview]) -> None:
+        for segment in payload:
+            segment[:] = bytes(len(segment))
 
 
 def build(controls: Controls, *tiers: dict[str, object], **settings: object) -> CacheEngine:
@@ -121,6 +134,22 @@ def test_storing_a_continuation_does_not_evict_what_it_continues(tier: dict[str,
         engine.store(tokens, OracleKV(tokens), mask=mask)
         settle(engine)
         assert engine.lookup(tokens).num_tokens == 8 * CHUNK
+
+
+def test_a_frame_that_needs_the_room_of_many_asks_a_store_for_no_more_deletes_at_once_than_it_takes() -> None:
+    controls = Controls()
+    controls.capabilities = replace(controls.capabilities, max_batch=1)
+    deeper = Part(layers=(0, 4 * LAYERS), heads=(0, HEADS), content_format="test 64", content_nbytes=CONTENT)
+    with build(controls, cpu(), remote(capacity=11 * FRAME)) as engine:
+        for seed in range(10):
+            store(engine, prompt(70 + seed, CHUNK))
+        settle(engine)
+        other = engine.beside(deeper)
+        tokens = prompt(7, CHUNK)
+        assert other.store(tokens, BlankKV()).num_tokens == CHUNK
+        settle(engine)
+        assert other.lookup(tokens, search_range=["remote"]).num_tokens == CHUNK
+        assert controls.calls["delete"] == controls.items["delete"] > 1
 
 
 def test_without_a_memory_tier_waiting_writes_are_not_given_up_for_later_ones() -> None:
