@@ -300,12 +300,18 @@ def test_the_call_tells_the_backend_what_remains_and_when_to_stop() -> None:
             call.remaining()
 
 
-def test_a_backend_that_gives_up_at_the_deadline_by_itself_is_a_timeout_too() -> None:
+@pytest.mark.parametrize("settles", [True, False], ids=["settled", "raised"])
+def test_a_backend_that_gives_up_at_the_deadline_by_itself_is_a_timeout_too(settles: bool) -> None:
     with Scenario() as scenario:
 
-        def give_up(items: object, call: object) -> None:
+        def give_up(items: Sequence[Item], call: Call) -> None:
             scenario.clock.now += 10
-            call.remaining()  # type: ignore[attr-defined]
+            try:
+                call.remaining()
+            except DeadlineExceeded as error:
+                if not settles:
+                    raise
+                call.done(0, Outcome(status=Status.FAILED, error=error))
 
         scenario.backend.get = give_up
         job = scenario.submit(Operation.GET, 1)

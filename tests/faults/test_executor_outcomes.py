@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 from executor_scenario import RecordingJob, Scenario
-from scripted_backend import FRAME_NBYTES, OK, key_of, raising, read_frames, settle_all, wait
+from scripted_backend import (
+    FRAME_NBYTES,
+    MISS,
+    OK,
+    Behaviour,
+    key_of,
+    raising,
+    read_frames,
+    settle_all,
+    wait,
+)
 
 from lmcache_core.errors import (
     BackendError,
@@ -41,6 +51,16 @@ LIES = [
     (Operation.PUT, Outcome(status=Status.OK, token=-1)),
     (Operation.PUT, Outcome(status=Status.MISS)),
     (Operation.PUT, Outcome(status=Status.TIMEOUT)),
+    *(
+        (operation, lie)
+        for operation in (Operation.GET, Operation.PUT)
+        for lie in (
+            Outcome(status=Status.OK, nbytes=FRAME_NBYTES, stored=-1),
+            Outcome(status=Status.OK, nbytes=FRAME_NBYTES, token=True),
+            Outcome(status=Status.OK, nbytes=FRAME_NBYTES, error="none"),  # type: ignore[arg-type]
+            Outcome(status=Status.OK, nbytes=float(FRAME_NBYTES)),  # type: ignore[arg-type]
+        )
+    ),
     (Operation.STAT, Outcome(status=Status.OK, nbytes=-1)),
     (Operation.STAT, Outcome(status=Status.FULL)),
     (Operation.DELETE, Outcome(status=Status.TOO_SMALL, nbytes=1 << 40)),
@@ -188,13 +208,14 @@ def test_an_error_that_is_kept_keeps_no_memory(settles: bool) -> None:
         assert isinstance(error, BackendUnavailable)
 
 
-def test_a_driver_that_keeps_its_call_keeps_no_memory() -> None:
+@pytest.mark.parametrize("behave", [settle_all(MISS), read_frames], ids=["a miss", "a hit"])
+def test_a_driver_that_keeps_its_call_keeps_no_memory(behave: Behaviour) -> None:
     calls: list[Call] = []
     with Scenario() as scenario:
 
         def get(items: Sequence[Item], call: Call) -> None:
             calls.append(call)
-            call.done(0, Outcome(status=Status.MISS))
+            behave(items, call)
 
         scenario.backend.get = get
         watched: list[weakref.ref[Memory]] = []
