@@ -79,7 +79,7 @@ class FrameReads:
             copy = self._tier.index.get(key)
             if copy is None:
                 arrived(key, None, "no longer there")
-            elif not LEAST_FRAME_NBYTES <= copy.nbytes <= self._pool.capacity_bytes:
+            elif not self._fits(copy.nbytes):
                 self.reject(key, f"a value of {copy.nbytes} bytes is no frame that fits")
                 arrived(key, None, "no frame")
             else:
@@ -133,6 +133,10 @@ class FrameReads:
                 reason = f"unreadable: {why(outcome)}"
                 self._emit(FrameRejected(tier=self._tier.name, key=copy.key, reason=reason))
                 self._hints.reject(copy.key)  # not deleted: it may be good, and a new write replaces it
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether a frame can be that long, and be read at all: what a store says may be anything."""
+        return LEAST_FRAME_NBYTES <= nbytes <= self._pool.capacity_bytes and nbytes % PAGE_NBYTES == 0
 
     def _enqueue(
         self, wanted: Sequence[Wanted], arrived: Arrived, priority: Priority, deadline: float

@@ -189,8 +189,9 @@ class StorageTier:
         with self._lock:
             self._closed = True
         self.writes.withdraw_all("closing")
-        if self._executor is not None:
-            self._executor.close(deadline)
+        executor = self._executor  # another thread may close it, too
+        if executor is not None:
+            executor.close(deadline)
             self._executor = None
 
     # -- what is here ----------------------------------------------------------------------------

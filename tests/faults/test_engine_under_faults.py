@@ -275,6 +275,30 @@ def test_a_lookup_that_pins_spends_its_deadline_on_a_hung_store_once() -> None:
         settle(engine)
 
 
+@pytest.mark.parametrize("nbytes", [0, 4096, 3 * 4096 + 1, 1 << 40])
+def test_a_value_whose_length_no_frame_has_is_not_read(nbytes: int) -> None:
+    controls = Controls()
+    controls.capabilities = SHARED
+    tokens = prompt(30, CHUNK)
+    with build(controls, remote(capacity=None)) as engine:
+        key = engine.content(tokens).keys(engine.part)[0]
+        controls.values[key] = (Claimed(nbytes), None)  # type: ignore[assignment]
+        assert retrieve(engine, tokens) == 0
+        assert controls.calls["stat"] > 0
+        assert controls.calls["get"] == 0
+        settle(engine)
+
+
+class Claimed:
+    """A value of which only a length is known."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+
 def test_failures_are_counted_logged_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
     controls = Controls()
     recorder = Recorder()
