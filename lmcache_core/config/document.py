@@ -15,6 +15,16 @@ from lmcache_core.errors import ConfigError
 MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 32
 _NOT_SHOWN = re.compile(r"[^\x20-\x7e]+")
+_MISREAD = (
+    ("int", re.compile(r"[-+]?0[0-9_]+"), "an octal number (010 is 8)"),
+    ("int", re.compile(r".*:.*"), "a number of base 60 (1:30 is 90)"),
+    ("float", re.compile(r".*:.*"), "a number of base 60 (1:30 is 90)"),
+    ("float", re.compile(r"[-+]?\.(inf|nan)", re.IGNORECASE), "infinity, or no number"),
+    ("timestamp", re.compile(r".*", re.DOTALL), "a date"),
+    ("merge", re.compile(r"<<"), "a word of its own"),
+    ("value", re.compile(r"="), "a word of its own"),
+)
+"""Plain values that YAML 1.1 silently takes for something else: tag, text, and what for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,8 @@ def read_document(path: Path, *, example: str = "key: value") -> Document:
 
     Raises:
         ConfigError: missing, unreadable, too large, not UTF-8, not YAML, empty, not a mapping; or it
-            uses aliases, tags, several documents, duplicate keys or nesting beyond MAX_DEPTH.
+            uses aliases, tags, several documents, duplicate keys, nesting beyond MAX_DEPTH or values that
+            YAML reads as other ones.
     """
     return parse_document(_read_text(path), str(path), example=example)
 
@@ -48,7 +59,11 @@ def parse_document(text: str, source: str, *, example: str = "key: value") -> Do
         value = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_yaml_fault(error, source)) from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # values such as dates that don't exist
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+    ) as error:  # values such as a number of a thousand digits
         detail = _NOT_SHOWN.sub(" ", str(error))
         raise ConfigError(f"{source}: not readable as YAML: {detail}") from error
     if value is None:
@@ -106,7 +121,14 @@ def _refuse_exotic(text: str, source: str) -> None:
 
 def _walk(node: yaml.Node, place: Place, lines: dict[Place, int], source: str) -> None:
     lines.setdefault(place, node.start_mark.line + 1)
-    if isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.ScalarNode):
+        for tag, text, what in _MISREAD:
+            if node.tag == f"tag:yaml.org,2002:{tag}" and text.fullmatch(node.value):  # it may be a password
+                message = (
+                    f"YAML takes this for {what}; write a plain number, or put it in quotes to keep it text"
+                )
+                raise ConfigError(Origin(source, lines).located(place, message))
+    elif isinstance(node, yaml.SequenceNode):
         for position, entry in enumerate(node.value):
             _walk(entry, (*place, position), lines, source)
     elif isinstance(node, yaml.MappingNode):

@@ -210,7 +210,7 @@ def test_one_error_names_the_place_the_fault_and_the_remedy(
         (f"{TIER}? [a]\n: 2\n", "line 4: a list or mapping is not a text key"),
         ("tiers: " + "[" * 40 + "]" * 40, "nested more than 32 levels deep"),
         ("tiers: " + "[" * 20_000, "nested more than 32 levels deep"),
-        ("when: 2026-99-99\n", "not readable as YAML"),
+        ("when: 2026-99-99\n", "line 1: when: YAML takes this for a date; write a plain number, or put"),
         ("many: " + "9" * 5000, "not readable as YAML"),
         ("base: {<<: {a: 1}}\n", "is not a text key"),
         ("x" * (MAX_FILE_BYTES + 1), "larger than 256 KiB"),
@@ -220,6 +220,33 @@ def test_hostile_or_broken_files_end_in_one_config_error(
     tmp_path: Path, content: str | bytes, expected: str
 ) -> None:
     assert expected in fault(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        *((value, "a number of base 60") for value in ("1:30", "-1:30", "1:30.5", "190:20:30")),
+        *((value, "an octal number") for value in ("017", "-010", "00", "0_7")),
+        *((value, "infinity, or no number") for value in (".inf", "-.INF", ".NaN")),
+        *((value, "a date") for value in ("2026-11-30", "2026-11-30 16:00:00", "2026-1-1T1:00:00Z")),
+        *((value, "a word of its own") for value in ("=", "<<")),
+    ],
+)
+def test_a_value_that_yaml_reads_as_another_one_is_refused_and_is_text_in_quotes(
+    value: str, what: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"^f, line 2: a\[0\]: YAML takes this for") as caught:
+        parse_document(f"a:\n  - {value}\n", "f")
+    assert f"takes this for {what}" in str(caught.value)
+    assert f" {value}" not in str(caught.value)  # it may be a password
+    assert parse_document(f"a: '{value}'\n", "f").value == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("0", 0), ("-5", -5), ("0.5", 0.5), (".5", 0.5), ("1_000", 1000), ("0x10", 16)]
+)
+def test_a_plain_number_is_read_as_it_is_meant(written: str, read: float) -> None:
+    assert parse_document(f"a: {written}\n", "f").value == {"a": read}
 
 
 def test_an_alias_bomb_is_refused_before_it_is_expanded(tmp_path: Path) -> None:
