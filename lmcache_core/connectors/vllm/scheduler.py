@@ -105,7 +105,7 @@ class SchedulerSide:
         # Of all requests, also those left out: tokens whose KV vLLM had itself, or was promised here.
         self._known: dict[str, int] = {}
         self._engine_forgot = True  # its own KV at the last reset, as well
-        self._begun: dict[str, Any] = {}  # requests that were given blocks since the last step was planned
+        self._begun: set[str] = set()  # requests that were given blocks since the last step was planned
         self._allocated: list[Any] = []  # those of them that weren't looked at yet
         self._loads_elsewhere = False  # for one of them that was
         self._arrivals: list[Arrival] = []  # that may still run, at most `prefetches`
@@ -163,7 +163,7 @@ class SchedulerSide:
 
         For a request that waited it comes again when the load is done, with no tokens.
         """
-        self._begun[request.request_id] = request
+        self._begun.add(request.request_id)
         self._allocated.append(request)
         tracked = self._tracked.get(request.request_id)
         if tracked is None or num_tokens <= 0:
@@ -217,7 +217,7 @@ class SchedulerSide:
         is: KV may be shared. So of a step in doubt only what was computed before it is saved, and nothing
         until its report has come; vLLM has then taken back what failed.
         """
-        begun, self._begun = self._begun, {}
+        begun, self._begun = self._begun, set()
         doubt = self._another_rank_may_fail(step) or self._loads_elsewhere
         self._loads_elsewhere = False
         sure = self._in_doubt <= self._confirmed
