@@ -389,17 +389,21 @@ def test_a_clear_of_a_hung_tier_costs_its_deadline_and_wedges_nothing() -> None:
         assert eventually(lambda: store_and_find(engine))
 
 
+@pytest.mark.parametrize("near", [[cpu()], []], ids=["memory tier", "none"])
 @pytest.mark.parametrize("named", [True, False], ids=["one request", "everything"])
-def test_what_is_being_written_during_a_clear_does_not_come_back(named: bool) -> None:
+def test_what_is_being_written_during_a_clear_does_not_come_back(
+    named: bool, near: list[dict[str, object]]
+) -> None:
     controls = Controls()
     tokens = prompt(125, 4 * CHUNK)
-    with build(controls, cpu(), remote(max_in_flight=1)) as engine:
+    with build(controls, *near, remote(max_in_flight=1, in_flight_bytes=8 * FRAME)) as engine:
         entered = controls.hang("put")
         store(engine, tokens)
         assert entered.wait(PATIENCE_S)
+        assert eventually(lambda: engine._chain.tiers[-1].writes._waiting)  # some run, and some wait
         cleared = threading.Thread(target=engine.clear, args=[tokens] if named else [])
         cleared.start()
-        assert eventually(lambda: engine._chain.tiers[1].writes._progress._waiting)  # it waits for the put
+        assert eventually(lambda: engine._chain.tiers[-1].writes._progress._waiting)  # it waits for the put
         controls.let_go("put")
         cleared.join(PATIENCE_S)
         assert not cleared.is_alive()
