@@ -26,7 +26,7 @@ from faulty_backends import Controls, faulty
 from lmcache_core.config import load_config
 from lmcache_core.engine import CacheEngine, explain
 from lmcache_core.errors import BackendUnavailable, ConfigError, PermissionDenied
-from lmcache_core.events import BreakerChanged, FrameRejected, TierDown, TierFailed, TierUp
+from lmcache_core.events import BreakerChanged, FrameRejected, StoreShed, TierDown, TierFailed, TierUp
 from lmcache_core.storage import Capabilities
 from lmcache_core.tiers import StorageTier
 
@@ -85,6 +85,23 @@ def test_a_hanging_write_holds_up_neither_store_nor_close() -> None:
     engine.close(0.2)
     assert time.monotonic() - started < 0.2 + SLACK_S
     controls.let_go("put")
+
+
+def test_a_put_that_lands_after_its_deadline_is_found() -> None:
+    controls = Controls()
+    recorder = Recorder()
+    tokens = prompt(31, 2 * CHUNK)
+    with build(controls, remote(deadline=DEADLINE_S), recorder=recorder) as engine:
+        entered = controls.hang("put")
+        store(engine, tokens)
+        assert entered.wait(PATIENCE_S)
+        assert eventually(lambda: any(shed.reason == "deadline" for shed in recorder.of(StoreShed)))
+        assert engine.lookup(tokens).num_tokens == 0
+        controls.let_go("put")
+        settle(engine)
+        landed = {key for key in controls.values if key.startswith("c-")}
+        assert set(engine._chain.tiers[0].index.keys("c-")) == landed
+        assert retrieve(engine, tokens) == CHUNK * len(landed)
 
 
 def test_a_store_that_fails_one_get_in_five_only_ever_costs_misses() -> None:
