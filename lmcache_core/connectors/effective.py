@@ -45,9 +45,16 @@ def effective_fields(fields: Mapping[str, object], rope: frozenset[str]) -> dict
     return {
         name: _plain(value, name)
         for name, value in fields.items()
-        if not (name in _WITHOUT_EFFECT or name.startswith("_") or value is None)
+        if has_effect(name)
+        and not name.startswith("_")
+        and value is not None
         and not (name == "max_position_embeddings" and rope == {"default"})
     }
+
+
+def has_effect(name: str) -> bool:
+    """Whether a field of this name may change what KV a token gets."""
+    return name not in _WITHOUT_EFFECT
 
 
 def _kinds(parameters: Mapping[str, object]) -> Iterator[str]:

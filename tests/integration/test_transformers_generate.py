@@ -235,10 +235,45 @@ def test_odd_requests_are_refused_before_anything_is_computed(generator: CachedG
         generator.generate([3], max_new_tokens=0)
     with pytest.raises(ValueError, match="lists hold no padding"):
         generator.generate([3], torch.ones(1, 1))
+    ids = torch.ones(2, 3, dtype=torch.long)
+    for shape in ((3, 2), (6,), (2, 4)):
+        with pytest.raises(ValueError, match="an attention_mask of"):
+            generator.generate(ids, torch.ones(shape, dtype=torch.long))
+    for mask in (torch.zeros(2, 3).sub(1e9), torch.tensor([[1, 1, 2]] * 2)):
+        with pytest.raises(ValueError, match="nothing else"):
+            generator.generate(ids, mask)
     with pytest.raises(ValueError, match=r"\[1, 1, 1\]"):
         generator.generate(torch.ones(1, 1, 1, dtype=torch.long))
     with pytest.raises(ValueError, match="one prompt, not 2"):
         generator.prefill(torch.ones(2, 5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("where", ["request", "model"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("num_beams", 3), ("num_return_sequences", 2), ("cache_implementation", "static")),
+        *(("prompt_lookup_num_tokens", 3), ("assistant_early_exit", 1)),
+    ],
+)
+def test_an_option_that_is_not_offered_is_refused_wherever_it_stands(
+    where: str, option: str, value: object
+) -> None:
+    model = llama()
+    config = t.GenerationConfig(max_new_tokens=4)
+    setattr(config if where == "request" else model.generation_config, option, value)
+    with CachedGenerator(model, tiers()) as generator, pytest.raises(ValueError, match="not offered"):
+        generator.generate([3, 4, 5], generation_config=config)
+
+
+def test_a_total_length_is_refused_and_a_dictionary_of_results_is_not_asked_for(
+    model: Any, generator: CachedGenerator
+) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens in place of max_length"):
+        generator.generate([3, 4, 5], generation_config=t.GenerationConfig(max_length=20))
+    config = t.GenerationConfig(max_new_tokens=NEW, return_dict_in_generate=True, output_scores=True)
+    tokens = prompt(80)
+    assert answers(generator, tokens, generation_config=config) == [greedy(model, tokens, NEW)]
 
 
 def test_no_id_is_rounded_or_cut_to_another_tokens(generator: CachedGenerator) -> None:
@@ -305,6 +340,31 @@ def test_changed_weights_are_computed_afresh_and_said_once(caplog: pytest.LogCap
         assert sum("changed since the cache was attached" in record.message for record in caplog.records) == 1
 
 
+def test_weights_that_change_while_a_request_runs_leave_nothing_behind(tmp_path: Path) -> None:
+    model = llama()
+    tokens = prompt(130)
+    layer = model.model.layers[0]
+    kind = type(layer)
+    forward = kind.forward
+
+    def with_a_training_step(self: Any, *args: Any, **options: Any) -> Any:
+        if self is layer and args[0].shape[1] > 64:
+            self.self_attn.k_proj.weight.data += 0.3
+        return forward(self, *args, **options)
+
+    with CachedGenerator(model, tiers(tmp_path)) as generator:
+        kind.forward = with_a_training_step
+        try:
+            generator.generate(tokens, max_new_tokens=NEW)
+        finally:
+            kind.forward = forward
+        assert generator.flush(30)
+    model = llama()
+    with CachedGenerator(model, tiers(tmp_path)) as generator:
+        [result] = generator.generate(tokens, max_new_tokens=NEW)
+        assert (result.tokens, result.prompt.num_loaded_tokens) == (greedy(model, tokens, NEW), 0)
+
+
 def test_a_store_of_other_weights_is_never_loaded(tmp_path: Path) -> None:
     tokens = prompt(130)
     for seed in (0, 1, 0):
@@ -348,6 +408,23 @@ def test_each_adapter_sees_its_own_kv_and_the_base_model_its_own() -> None:
                 assert result.prompt.num_loaded_tokens == (128 if round_number else 0)
                 seen.add(result.tokens)
             assert len(seen) == 3
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_disabling_a_merged_adapter_never_meets_the_merged_kv() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(llama(), config).eval()
+    model.merge_adapter()
+    tokens = prompt(130)
+    with CachedGenerator(model, tiers()) as generator:
+        merged = answers(generator, tokens)
+        with model.disable_adapter():  # the next forward takes it out of the weights
+            [result] = generator.generate(tokens, max_new_tokens=NEW)
+            assert [result.tokens] == [greedy(model.get_base_model(), tokens, NEW)] != merged
+            assert result.prompt.num_loaded_tokens == 0
 
 
 # -- life ----------------------------------------------------------------------------------------------

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as t
 from tiny_models import llama
 
 from lmcache_core.connectors.transformers.adapters import Adapters
 from lmcache_core.connectors.transformers.forward import Forward, unwrapped
 from lmcache_core.connectors.transformers.identity import model_record
 from lmcache_core.connectors.transformers.support import probe
-from lmcache_core.connectors.transformers.tensors import Watch
+from lmcache_core.connectors.transformers.watch import Watch
 from lmcache_core.errors import UnsupportedModel
 from lmcache_core.identity import ModelRecord, differences
 
@@ -41,6 +45,56 @@ def test_a_changed_buffer_that_no_file_holds_is_another_model() -> None:
     other = llama()
     other.model.rotary_emb.inv_freq.mul_(1.5)
     assert fields(llama(), other) == {"weights"}
+
+
+def test_a_copy_loaded_from_a_folder_is_the_same_model(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    assert record_of(t.AutoModelForCausalLM.from_pretrained(tmp_path).eval()) == record_of(model)
+
+
+def _scaled(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 0.5
+
+
+def _other_eps(model: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.1
+
+
+def _other_activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+@pytest.mark.parametrize("change", [_scaled, _other_eps, _other_activation])
+def test_a_changed_setting_of_a_module_is_another_model(change: Any) -> None:
+    other = llama()
+    change(other)
+    assert fields(llama(), other) == {"weights"}
+
+
+def test_the_same_class_name_with_other_code_is_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "import torch\n\n\nclass Act(torch.nn.Module):\n    def forward(self, x):\n        return {}\n"
+    records = []
+    for formula in ("x.relu()", "x.sin()", "x.sin()"):
+        (tmp_path / "custom_act.py").write_text(source.format(formula))
+        sys.modules.pop("custom_act", None)
+        importlib.invalidate_caches()
+        model = llama()
+        model.model.layers[0].mlp.act_fn = importlib.import_module("custom_act").Act()
+        records.append(record_of(model))
+    monkeypatch.delitem(sys.modules, "custom_act")
+    assert records[0] != records[1] == records[2]
+
+
+def test_code_that_cannot_be_read_is_refused() -> None:
+    model = llama()
+    kind = type("Act", (torch.nn.ReLU,), {"__module__": "no.such.file"})
+    model.model.layers[0].mlp.act_fn = kind()
+    with pytest.raises(UnsupportedModel, match=r"act_fn.*define it in a file"):
+        record_of(model)
 
 
 def test_rope_and_dtype_are_named_as_the_difference() -> None:
@@ -96,7 +150,26 @@ def _training(model: Any) -> None:
     model.train()
 
 
-@pytest.mark.parametrize("change", [_in_place, _behind_autograd, _replaced, _new_module, _training])
+def _hooked(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
+
+
+def _patched(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: x
+
+
+def _configured(model: Any) -> None:
+    model.config.num_hidden_layers = 1  # Llama's forward reads it
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(_in_place, _behind_autograd, _replaced, _new_module, _training),
+        *(_hooked, _patched, _configured, _scaled, _other_eps, _other_activation),
+    ],
+)
 def test_the_watch_sees_a_change_and_does_not_forget_it(change: Any) -> None:
     model = llama()
     watch = Watch(model)
@@ -116,6 +189,15 @@ def test_the_watch_reads_inference_tensors_too() -> None:
     with torch.inference_mode():
         model.lm_head.weight.add_(1)
     assert watch.changed()
+
+
+def test_the_watch_lets_be_what_changes_no_kv() -> None:
+    model = llama()
+    watch = Watch(model)
+    model(torch.tensor([[3, 4, 5]]), output_hidden_states=True, output_attentions=True)  # installs hooks
+    model.set_attn_implementation("eager")
+    model.config.use_cache = False
+    assert not watch.changed()
 
 
 # -- adapters ------------------------------------------------------------------------------------------

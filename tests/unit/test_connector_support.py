@@ -11,6 +11,7 @@ from tiny_models import SIZES, gpt2, llama, made
 
 from lmcache_core.connectors.transformers.forward import Forward, unwrapped
 from lmcache_core.connectors.transformers.identity import part_of
+from lmcache_core.connectors.transformers.modules import interventions
 from lmcache_core.connectors.transformers.support import check_model, probe
 from lmcache_core.connectors.transformers.workspace import KVShape
 from lmcache_core.errors import UnsupportedModel
@@ -154,6 +155,48 @@ def test_attention_that_looks_ahead_is_refused_by_what_it_does() -> None:
         layer.attention.self.is_causal = False
     model.config.is_decoder = False
     assert "depend on what follows" in refusal(model)
+
+
+def test_a_forward_that_others_intervene_in_is_refused() -> None:
+    steered = llama()
+    steered.model.layers[1].register_forward_hook(lambda module, args, output: output + 1)
+    assert "model.layers.1 has a forward hook" in refusal(steered)
+    patched = llama()
+    patched.model.layers[0].mlp.forward = lambda x: x
+    assert "model.layers.0.mlp has a forward hook or another forward" in refusal(patched)
+
+
+def test_a_compiled_forward_and_the_librarys_own_hooks_are_taken() -> None:
+    model = llama()
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert not interventions(model)
+    model = llama()
+    model(torch.tensor([[3, 4]]), output_hidden_states=True)  # installs hooks that record
+    assert attach(model).num_layers == 2
+
+
+def test_positions_that_do_not_count_from_zero_are_refused() -> None:
+    config = t.RobertaConfig(**SIZES, is_decoder=True)
+    assert "count token positions from 0" in refusal(t.RobertaForCausalLM(config).eval())
+
+
+def test_positions_that_padding_moves_are_refused() -> None:
+    sizes = {"vocab_size": 128, "d_model": 32, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    decoder = {**sizes, "decoder_layers": 2, "init_std": 0.2, "is_encoder_decoder": False, "is_decoder": True}
+    bart = t.BartForCausalLM(t.BartConfig(**decoder, encoder_layers=2)).eval()
+    assert "padding before a prompt" in refusal(bart)
+    tuned = llama()
+    tuned.config.attn_temperature_tuning = True
+    assert "which padding moves" in refusal(tuned)
+
+
+def test_a_model_that_fails_by_itself_is_refused_with_its_error() -> None:
+    model = llama()
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(3, 3)
+    assert "fails on a few tokens" in refusal(model)
+    unfilled = llama()
+    unfilled.model.layers = unfilled.model.layers[:1]
+    assert "layer 1: a forward leaves its cache empty" in refusal(unfilled)
 
 
 def test_training_mode_is_refused() -> None:

@@ -49,6 +49,21 @@ class Adapters:
             for container in layer.adapter_layer_names
         )
 
+    def base_name(self, module_name: str) -> str | None:
+        """What this module is called in the model without adapters; None for one that only adapters have."""
+        for name, _ in self._layers:
+            if module_name == name:
+                return None
+            if module_name.startswith(name + "."):
+                inner = module_name.removeprefix(name + ".")
+                if inner != "base_layer" and not inner.startswith("base_layer."):
+                    return None
+        return module_name.replace(".base_layer.", ".").removesuffix(".base_layer")
+
+    def changes_weights(self) -> bool:
+        """Whether the next forward writes to the weights: PEFT takes merged adapters out when disabled."""
+        return any(layer.disable_adapters and layer.merged_adapters for _, layer in self._layers)
+
     def state(self) -> AdapterState:
         return tuple(
             (

@@ -44,17 +44,17 @@ class Forward:
         self._keeps_logits = "logits_to_keep" in parameters
 
     def __call__(
-        self, tokens: Tensor, cache: DynamicCache, positions: Tensor, mask: Tensor | None = None
+        self, tokens: Tensor, cache: DynamicCache, positions: Tensor | None, mask: Tensor | None = None
     ) -> Tensor:
         """Appends `tokens` `[rows, n]` to `cache`; returns the last token's logits `[rows, vocabulary]`.
 
-        `positions` `[rows, n]` are places among a row's own tokens; `mask` `[rows, cached + n]` is 0 on
-        padding, None without any.
+        `positions` `[rows, n]` are places among a row's own tokens, None for those the model finds itself;
+        `mask` `[rows, cached + n]` is 0 on padding, None without any.
         """
         arguments: dict[str, object] = {self.cache_argument: cache, "use_cache": True}
         if mask is not None:
             arguments["attention_mask"] = mask
-        if self._takes_positions:
+        if self._takes_positions and positions is not None:
             arguments["position_ids"] = positions
         if self._keeps_logits:
             arguments["logits_to_keep"] = 1

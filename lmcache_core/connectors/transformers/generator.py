@@ -20,7 +20,7 @@ from lmcache_core.connectors.transformers.forward import Forward, unwrapped
 from lmcache_core.connectors.transformers.identity import model_record, part_of
 from lmcache_core.connectors.transformers.run import Generation, PromptReport, Run, ids_of
 from lmcache_core.connectors.transformers.support import check_model, probe
-from lmcache_core.connectors.transformers.tensors import Watch
+from lmcache_core.connectors.transformers.watch import Watch
 from lmcache_core.connectors.transformers.workspace import Workspace
 from lmcache_core.engine import CacheEngine
 from lmcache_core.errors import LMCacheError
@@ -40,9 +40,9 @@ class CachedGenerator:
     made for this model and part, which stays the caller's to close. The model is checked, probed with a
     few tokens and fingerprinted, which reads all its weights once (about a second a gigabyte and core).
 
-    Trouble with a tier costs at most its deadline; the tokens are then computed. If the model's weights
-    change after this was made, it computes everything, stores nothing and says so once in the log: make
-    a new one. LoRA adapters (PEFT) that were there may be switched at any time.
+    Trouble with a tier costs at most its deadline; the tokens are then computed. If the model changes after
+    this was made (weights, hooks, settings), it computes everything, stores nothing and says so once in the
+    log: make a new one. LoRA adapters (PEFT) that were there may be switched at any time.
 
     Thread-safe as far as the model is.
 
@@ -117,8 +117,8 @@ class CachedGenerator:
         none. `store` False loads only. `salt` separates tenants: no prefix is shared across salts.
 
         Raises:
-            ValueError: an empty prompt, an id that is negative or no int32, or a `generation_config` with
-                beams or several sequences a prompt.
+            ValueError: an empty prompt, an id that is negative or no int32, an `attention_mask` that isn't
+                one, or an option of `generation_config` that isn't offered, such as beams.
             TypeError: ids that aren't integers.
             LMCacheError: closed.
         """
@@ -127,9 +127,9 @@ class CachedGenerator:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         if generation_config is not None:
-            generation_config = _checked(generation_config, max_new_tokens)
+            generation_config = _checked(generation_config, self._model.generation_config, max_new_tokens)
             max_new_tokens = generation_config.max_new_tokens
-        run = self._run(rows, self._contents(rows, salt), store=store, started=started)
+        run = self._run(rows, salt, store=store, started=started)
         lengths = [len(row) for row in rows]
         with torch.inference_mode(), self._workspace.batch(lengths, max_new_tokens) as batch:
             if generation_config is not None:
@@ -150,10 +150,10 @@ class CachedGenerator:
         rows = _rows(input_ids, None)
         if len(rows) != 1:
             raise ValueError(f"prefill takes one prompt, not {len(rows)}")
-        contents = self._contents(rows, salt)
-        if contents[0] is not None and len(rows[0]) - self.engine.lookup(contents[0]).num_tokens < TAIL_UNIT:
+        run = self._run(rows, salt, store=True, started=time.perf_counter())
+        content = run.contents[0]
+        if content is not None and len(rows[0]) - self.engine.lookup(content).num_tokens < TAIL_UNIT:
             return PromptReport(num_tokens=len(rows[0]), num_loaded_tokens=0, num_computed_tokens=0)
-        run = self._run(rows, contents, store=True, started=time.perf_counter())
         with torch.inference_mode(), self._workspace.batch([len(rows[0])], 0) as batch:
             return run.fill(batch, 0, len(rows[0]))[0]
 
@@ -161,21 +161,29 @@ class CachedGenerator:
         """Waits until what was stored has reached every tier it goes to; False if time ran out."""
         return self.engine.flush(timeout_s)
 
-    def _run(
-        self, rows: Sequence[Tensor], contents: Sequence[Content | None], *, store: bool, started: float
-    ) -> Run:
-        return Run(self._model, self._forward, self.engine, rows, contents, store=store, started=started)
+    def _run(self, rows: Sequence[Tensor], salt: bytes, *, store: bool, started: float) -> Run:
+        adapters = self._adapters.state()  # before anything is named: no switch falls in between
+        return Run(
+            self._model,
+            self._forward,
+            self.engine,
+            rows,
+            self._contents(rows, salt),
+            store=store,
+            unchanged=lambda: self._adapters.state() == adapters and not self._watch.changed(),
+            started=started,
+        )
 
     def _contents(self, rows: Sequence[Tensor], salt: bytes) -> list[Content | None]:
         """The rows' identities; None where the cache must not be used."""
         if self._closed:
             raise LMCacheError("this generator is closed")
-        if self._watch.changed():
+        if self._adapters.changes_weights() or self._watch.changed():
             if not self._said_changed:
                 self._said_changed = True
                 log.warning(
-                    "the model's weights, buffers or mode changed since the cache was attached: nothing is "
-                    "loaded or stored any more; make a new CachedGenerator"
+                    "the model's weights, hooks, settings or mode changed since the cache was attached: "
+                    "nothing is loaded or stored any more; make a new CachedGenerator"
                 )
             return [None] * len(rows)
         lora = self._adapters.fingerprint()
@@ -213,8 +221,18 @@ def _rows(input_ids: TokenIds, attention_mask: Tensor | None) -> list[Tensor]:
         if attention_mask is None:
             rows = list(table)
         else:
-            mask = attention_mask.detach().cpu().bool().view_as(table)
-            rows = [row[own] for row, own in zip(table, mask, strict=True)]
+            mask = attention_mask.detach().cpu()
+            mask = mask.unsqueeze(0) if mask.dim() == 1 else mask
+            if mask.shape != table.shape:
+                raise ValueError(
+                    f"an attention_mask of {list(mask.shape)} for input_ids of {list(table.shape)}"
+                )
+            own = mask.bool()
+            if not torch.equal(mask, own.to(mask.dtype)):
+                raise ValueError(
+                    "an attention_mask has 1 on a prompt's tokens and 0 on padding, nothing else"
+                )
+            rows = [row[its] for row, its in zip(table, own, strict=True)]
     for index, row in enumerate(rows):
         if not len(row):
             raise ValueError(f"prompt {index} has no token")
@@ -230,11 +248,23 @@ def _whole(ids: Tensor) -> Tensor:
     return ids.detach().cpu().long()
 
 
-def _checked(config: GenerationConfig, max_new_tokens: int) -> GenerationConfig:
-    if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
+def _checked(config: GenerationConfig, defaults: GenerationConfig, max_new_tokens: int) -> GenerationConfig:
+    """`config` as the model's `generate` gets it, which fills what it leaves open from `defaults`."""
+
+    def option(name: str) -> Any:
+        value = getattr(config, name, None)
+        return getattr(defaults, name, None) if value is None else value
+
+    if (option("num_beams") or 1) > 1 or (option("num_return_sequences") or 1) > 1:
         raise ValueError("beams and several sequences a prompt are not offered: repeat the prompt instead")
+    for name in ("cache_implementation", "prompt_lookup_num_tokens", "assistant_early_exit"):
+        if option(name) is not None:
+            raise ValueError(f"{name} is not offered: generation goes on from a cache that is filled already")
     config = copy.deepcopy(config)
     if config.max_new_tokens is None:
+        if config.max_length is not None:
+            raise ValueError("say max_new_tokens in place of max_length")
         config.max_new_tokens = max_new_tokens
     config.use_cache = True  # some models' default is False, and generate() then feeds all tokens again
+    config.return_dict_in_generate = False
     return config

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
 import torch
 from transformers import PreTrainedModel
 
 from lmcache_core.connectors.effective import effective_fields, rope_types
 from lmcache_core.connectors.transformers.adapters import Adapters
+from lmcache_core.connectors.transformers.modules import module_settings
 from lmcache_core.connectors.transformers.tensors import named_tensors, tensor_bytes
 from lmcache_core.connectors.transformers.workspace import KVShape
 from lmcache_core.identity import ModelRecord, Part, Value, parameters_fingerprint
+from lmcache_core.identity.tokens import Memory
 from lmcache_core.kernels import KVContent
 
 
@@ -18,16 +23,22 @@ def model_record(
 ) -> ModelRecord:
     """Reads every byte of the loaded weights and buffers (about a second a gigabyte and core).
 
+    What the modules are otherwise (`module_settings`) counts as weights, too.
+
     Raises:
-        UnsupportedModel: weights that can't be read, or a configuration that can't be said.
+        UnsupportedModel: weights that can't be read, or a configuration or code that can't be said.
     """
-    tensors = (
+    tensors: Iterator[tuple[str, str, Sequence[int], Memory]] = (
         (name, str(tensor.dtype), tensor.shape, tensor_bytes(name, tensor))
         for name, tensor in named_tensors(model)
         if not adapters.owns(name)
     )
+    modules = (
+        (f"{name}()", "module", (len(settings),), settings)
+        for name, settings in module_settings(model, adapters)
+    )
     return ModelRecord(
-        weights=parameters_fingerprint(tensors),
+        weights=parameters_fingerprint(chain(tensors, modules)),
         config=effective_config(model, shape.dtype),
         chunk_tokens=chunk_tokens,
     )

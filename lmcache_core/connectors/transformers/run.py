@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from lmcache_core.connectors.transformers.forward import Forward, cache_of
 from lmcache_core.connectors.transformers.workspace import Batch, RowKV
 from lmcache_core.engine import CacheEngine
 from lmcache_core.errors import UnsupportedModel
-from lmcache_core.identity import Content
+from lmcache_core.identity import TAIL_UNIT, Content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +52,17 @@ class Run:
         contents: Sequence[Content | None],
         *,
         store: bool,
+        unchanged: Callable[[], bool],
         started: float,
     ) -> None:
+        """`unchanged` says whether the model is still the one that `contents` were named for."""
         self._model: Any = model
         self._forward = forward
         self._engine = engine
         self._rows = rows
-        self._contents = contents
+        self.contents = contents
         self._store = store
+        self._unchanged = unchanged
         self._started = started
 
     def fill(self, batch: Batch, row: int, num_tokens: int) -> tuple[PromptReport, Tensor | None]:
@@ -67,7 +70,7 @@ class Run:
 
         Returns the last of these tokens' logits `[1, vocabulary]`, None where there was none to compute.
         """
-        tokens, content, kv = self._rows[row], self._contents[row], batch.row(row)
+        tokens, content, kv = self._rows[row], self.contents[row], batch.row(row)
         loaded, by_tier = 0, dict[str, int]()
         if content is not None:
             hit = self._engine.retrieve(content, kv)
@@ -80,7 +83,8 @@ class Run:
             cache = cache_of(self._model, batch.row_layers(row, loaded))
             positions = torch.arange(loaded, num_tokens).unsqueeze(0)
             logits = self._forward(tokens[loaded:num_tokens].unsqueeze(0), cache, positions)
-        if num_tokens == len(tokens):
+        # With fewer tokens computed nothing is new, and storing only says that what was loaded is in use.
+        if num_tokens == len(tokens) and (num_tokens - loaded < TAIL_UNIT or self._unchanged()):
             self._keep(content, kv)
         report = PromptReport(
             num_tokens=len(tokens),
@@ -112,7 +116,7 @@ class Run:
         first = _FirstStep(cache, batch.length)
         output = self._model.generate(
             ids,
-            attention_mask=_mask(batch, batch.length),
+            attention_mask=batch.mask(batch.length),
             generation_config=config,
             logits_processor=LogitsProcessorList([first]),
             **{self._forward.cache_argument: cache},
@@ -133,7 +137,7 @@ class Run:
     ) -> None:
         """Appends tokens to each answer until it has ended or is long enough, all rows in one forward."""
         cache = cache_of(self._model, batch.layers(batch.length))
-        mask = _mask(batch, batch.length + max_new_tokens) if any(batch.padding) else None
+        mask = batch.mask(batch.length + max_new_tokens) if any(batch.padding) else None
         positions = torch.tensor([[len(tokens)] for tokens in self._rows])
         tokens = torch.tensor(answers)
         for step in range(1, max_new_tokens):
@@ -155,9 +159,10 @@ class Run:
         seconds: Sequence[float],
     ) -> list[Generation]:
         """Stores the answers too, for chats that go on: all but the last token, whose KV nobody computed."""
+        keep = self._store and self._unchanged()
         for row, answer in enumerate(answers):
-            content = self._contents[row]
-            if content is not None and self._store:
+            content = self.contents[row]
+            if content is not None and keep:
                 content.extend(answer[:-1])
                 self._keep(content, batch.row(row))
         return [
@@ -191,14 +196,6 @@ class _FirstStep(LogitsProcessor):
 
 def ids_of(eos: int | Sequence[int] | None) -> frozenset[int]:
     return frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
-
-
-def _mask(batch: Batch, num_slots: int) -> Tensor:
-    """`[rows, num_slots]`, 0 on padding."""
-    mask = torch.ones((len(batch.padding), num_slots), dtype=torch.int64)
-    for row, pad in enumerate(batch.padding):
-        mask[row, :pad] = 0
-    return mask
 
 
 def _until(tokens: list[int], eos: frozenset[int]) -> list[int]:

@@ -20,7 +20,8 @@ from transformers.cache_utils import (
 
 from lmcache_core.connectors.effective import PREFIX_ROPE_TYPES, rope_types
 from lmcache_core.connectors.transformers.forward import Forward, cache_of
-from lmcache_core.connectors.transformers.workspace import KVShape, Workspace
+from lmcache_core.connectors.transformers.modules import check_modules
+from lmcache_core.connectors.transformers.workspace import Batch, KVShape, Workspace
 from lmcache_core.errors import UnsupportedModel
 
 _PROBE_TOKENS = 24
@@ -53,6 +54,9 @@ def check_model(model: PreTrainedModel) -> None:
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if reason := _layer_reason(layer):
             raise UnsupportedModel(f"{name}, layer {index}: {reason}")
+    if getattr(config, "attn_temperature_tuning", False):
+        raise UnsupportedModel(f"{name} scales attention by a token's slot, which padding moves")
+    check_modules(model)
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     if devices != {"cpu"}:
         raise UnsupportedModel(f"{name} is on {', '.join(sorted(devices))}; only cpu models are supported")
@@ -81,16 +85,25 @@ def _layer_reason(layer: object) -> str:
     return ""
 
 
-@torch.inference_mode()
 def probe(model: PreTrainedModel, forward: Forward) -> KVShape:
     """Runs a few tokens and checks what every later answer rests on.
 
-    All layers fill plain K and V of one shape and dtype; the KV of a prefix doesn't depend on what
-    follows; and continuing from KV placed in a cache gives what computing it all gives.
+    All layers fill plain K and V of one shape and dtype; positions count from 0; the KV of a prefix doesn't
+    depend on what follows; and continuing from KV placed in a cache gives what computing it all gives, also
+    beside padding.
 
     Raises:
         UnsupportedModel: with what was found.
     """
+    try:
+        with torch.inference_mode():
+            return _probe(model, forward)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        name = type(model).__name__
+        raise UnsupportedModel(f"{name} fails on a few tokens and a DynamicCache: {error}") from error
+
+
+def _probe(model: PreTrainedModel, forward: Forward) -> KVShape:
     name = type(model).__name__
     tokens = torch.arange(3, 3 + 7 * _PROBE_TOKENS, 7).remainder(int(model.config.vocab_size)).unsqueeze(0)
     positions = torch.arange(_PROBE_TOKENS).unsqueeze(0)
@@ -98,10 +111,12 @@ def probe(model: PreTrainedModel, forward: Forward) -> KVShape:
     logits = forward(tokens, whole, positions)
     computed: list[Any] = whole.layers
     shape = _shape(name, computed)
+    tolerance = _TOLERANCE[shape.dtype]
+    if _error(forward(tokens, DynamicCache(config=model.config), None), logits) > tolerance:
+        raise UnsupportedModel(f"{name} doesn't count token positions from 0 by itself")
 
     prefix = DynamicCache(config=model.config)
-    forward(tokens[:, :_PROBE_PREFIX], prefix, positions[:, :_PROBE_PREFIX])
-    tolerance = _TOLERANCE[shape.dtype]
+    prefix_logits = forward(tokens[:, :_PROBE_PREFIX], prefix, positions[:, :_PROBE_PREFIX])
     shorter: list[Any] = prefix.layers
     for index, (short, long) in enumerate(zip(shorter, computed, strict=True)):
         for what, a, b in (("keys", short.keys, long.keys), ("values", short.values, long.values)):
@@ -110,17 +125,36 @@ def probe(model: PreTrainedModel, forward: Forward) -> KVShape:
 
     workspace = Workspace(shape)
     with workspace.batch([_PROBE_TOKENS], 0) as batch:
-        for (keys, values), layer in zip(batch.planes, computed, strict=True):
-            keys[:, :, :_PROBE_PREFIX].copy_(layer.keys[:, :, :_PROBE_PREFIX])
-            values[:, :, :_PROBE_PREFIX].copy_(layer.values[:, :, :_PROBE_PREFIX])
+        _place(batch, 0, computed, _PROBE_PREFIX)
         loaded = cache_of(model, batch.row_layers(0, _PROBE_PREFIX))
         again = forward(tokens[:, _PROBE_PREFIX:], loaded, positions[:, _PROBE_PREFIX:])
         if _error(again, logits) > tolerance:
             raise UnsupportedModel(f"{name}: continuing from cached KV gives other logits than computing it")
+
+    lengths = [_PROBE_TOKENS - 1, _PROBE_PREFIX - 1]
+    with workspace.batch(lengths, 1) as batch:
+        for row, num_tokens in enumerate(lengths):
+            _place(batch, row, computed, num_tokens)
+        loaded = cache_of(model, batch.layers(batch.length))
+        last = torch.tensor(lengths).unsqueeze(1)
+        together = forward(tokens[0, lengths].unsqueeze(1), loaded, last, batch.mask(batch.length + 1))
+        if max(_error(together[:1], logits), _error(together[1:], prefix_logits)) > tolerance:
+            raise UnsupportedModel(f"{name}: padding before a prompt changes its logits")
     return shape
 
 
+def _place(batch: Batch, row: int, computed: list[Any], num_tokens: int) -> None:
+    """Copies the KV of the first tokens to where they lie in this row."""
+    first, end = batch.padding[row], batch.padding[row] + num_tokens
+    for (keys, values), layer in zip(batch.planes, computed, strict=True):
+        keys[row, :, first:end].copy_(layer.keys[0, :, :num_tokens])
+        values[row, :, first:end].copy_(layer.values[0, :, :num_tokens])
+
+
 def _shape(name: str, layers: list[Any]) -> KVShape:
+    for index, layer in enumerate(layers):
+        if layer.keys is None:
+            raise UnsupportedModel(f"{name}, layer {index}: a forward leaves its cache empty")
     found = {(tuple(t.shape), t.dtype) for layer in layers for t in (layer.keys, layer.values)}
     if len(found) != 1:
         numbers = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in sorted(found, key=str))

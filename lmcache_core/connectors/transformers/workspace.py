@@ -122,6 +122,13 @@ class Batch:
         pad = self.padding[row]
         return [RoomyLayer(k[here, :, pad:], v[here, :, pad:], num_tokens) for k, v in self.planes]
 
+    def mask(self, num_slots: int) -> Tensor:
+        """`[rows, num_slots]`, 0 on padding."""
+        mask = torch.ones((len(self.padding), num_slots), dtype=torch.int64)
+        for row, pad in enumerate(self.padding):
+            mask[row, :pad] = 0
+        return mask
+
     def layers(self, num_slots: int) -> list[Any]:
         """Layers of the whole batch with its first slots (padding included) filled in."""
         return [RoomyLayer(keys, values, num_slots) for keys, values in self.planes]
