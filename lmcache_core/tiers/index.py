@@ -259,8 +259,9 @@ class ResidencyIndex:
         """Hides these copies with everything that hangs on them here, deepest first; or, where one of
         all these must stay, none."""
         with self._lock, self._whole:
-            family = self._ranking.family(keys)
-            if not any(self._held(entry) for entry in family):
+            named = [entry for key in keys if (entry := self._here.get(key)) is not None]
+            family = [] if any(map(self._held, named)) else self._ranking.family(keys)
+            if not any(map(self._held, family)):
                 for entry in family:
                     self._hide(entry, "capacity", taken)
         self._stream.flush()

@@ -144,11 +144,23 @@ class Ranking:
 
     def coldest_family(self, order_class: int) -> list[Resident]:
         """The coldest copy of a size class that can leave with all that hangs on it, and those: deepest
-        first. Empty: none can."""
+        first. Empty: none can.
+
+        Looks at each copy once, whatever is held: what one look finds held keeps everything above it.
+        """
+        kept: set[StorageKey] = set()
         for entry in self._orders.get(order_class, {}).values():
+            if entry.key in kept or self._held(entry):
+                continue
             family = self.family([entry.key])
-            if not any(self._held(member) for member in family):
+            held = [member for member in family if self._held(member)]
+            if not held:
                 return family
+            for member in held:
+                above: Resident | None = member
+                while above is not None and above.key not in kept:
+                    kept.add(above.key)
+                    above = None if above.parent is None else self._here.get(above.parent)
         return []
 
     def family(self, keys: Sequence[StorageKey]) -> list[Resident]:
