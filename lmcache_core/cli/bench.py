@@ -105,8 +105,7 @@ def pipeline(
         f"{timeline.sequential_s * 1e3:.1f} ms, in a pipeline {timeline.pipelined_s * 1e3:.1f} ms."
     )
     click.echo(
-        f"The first layer could be computed after {timeline.layers[0].load_to * 1e3:.1f} ms. Overlap: "
-        f"{timeline.overlap:.0%} of what could be hidden."
+        f"The first layer could be computed after {timeline.layers[0].load_to * 1e3:.1f} ms. {timeline.told}"
     )
     if plot is not None:
         draw(timeline, plot)

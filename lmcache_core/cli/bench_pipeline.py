@@ -79,6 +79,13 @@ class Timeline:
         """Which part of the shorter of the two, loading and computing, took no time of its own."""
         return (self.sequential_s - self.pipelined_s) / max(min(self.load_s, self.compute_s), 1e-9)
 
+    @property
+    def told(self) -> str:
+        if self.overlap < 0:
+            longer_s = self.pipelined_s - self.sequential_s
+            return f"Overlap: none, the pipeline took {longer_s * 1e3:.1f} ms longer."
+        return f"Overlap: {self.overlap:.0%} of what could be hidden."
+
 
 class _KV:
     """The engine's KV: one flat region a layer, token behind token."""

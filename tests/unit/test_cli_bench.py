@@ -142,3 +142,5 @@ def test_the_overlap_is_what_a_pipeline_saves_of_the_shorter_of_the_two() -> Non
     assert of(5.0, 6.0).overlap == 0.0  # 4 s of loading and 2 of computing take 6
     assert of(2.0, 5.0).overlap == 0.5
     assert of(3.0, 4.0).overlap == 1.0
+    assert of(3.0, 4.0).told == "Overlap: 100% of what could be hidden."
+    assert of(6.0, 7.0).told == "Overlap: none, the pipeline took 1000.0 ms longer."
