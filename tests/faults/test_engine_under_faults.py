@@ -366,6 +366,31 @@ def test_an_eviction_whose_delete_fails_sheds_the_store_and_keeps_the_bound() ->
         assert retrieve(engine, prompt(50, 2 * CHUNK)) == 2 * CHUNK
 
 
+def test_a_store_that_is_full_below_its_bound_is_tried_once_more_with_room_made() -> None:
+    controls = Controls()
+    with build(controls, remote()) as engine:
+        for seed in range(4):
+            store(engine, prompt(32 + seed, CHUNK))
+            settle(engine)
+        controls.room = 0  # whatever leaves
+        puts = controls.items["put"]
+        store(engine, prompt(36, CHUNK))
+        settle(engine)
+        assert controls.items["put"] == puts + 2
+        assert controls.items["delete"] == 1
+
+
+def test_the_rest_of_a_prompt_does_not_push_its_beginning_out() -> None:
+    controls = Controls()
+    tokens = prompt(37, 8 * CHUNK)
+    with build(controls, remote(capacity="72KiB")) as engine:  # the model's record and four chunks
+        store(engine, tokens[: 4 * CHUNK])
+        settle(engine)
+        store(engine, tokens)
+        settle(engine)
+        assert engine.lookup(tokens).num_tokens == 4 * CHUNK
+
+
 def test_a_shared_store_is_asked_for_what_others_put_there() -> None:
     controls = Controls()
     controls.capabilities = Capabilities(medium="network", shared=True, persistent=True, max_in_flight=2)
