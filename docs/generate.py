@@ -22,8 +22,8 @@ checks one; `lmcache-core config schema` prints the JSON schema for editors.
 - A *duration* is a number of seconds or text such as `100ms`, `5s`, `2m`.
 - A *path* may begin with `~`. A relative one is relative to the directory in which the process runs, not to
   the file. Environment variables aren't expanded, and a `$` is refused.
-- Unknown keys are errors. Anchors, aliases and tags are not allowed, nor are plain values that YAML reads as other
-  ones: `1:30` (90), `010` (8), a date. Put quotes around what is text.
+- Unknown keys are errors. Anchors, aliases and tags are not allowed, nor are plain values that YAML reads as
+  other ones: `1:30` (90), `010` (8), a date. Put quotes around what is text.
 - A tier that keeps frames in this process's memory (`cpu`) has to be the first, and there can be one.
   [Kinds of tiers](tiers.md) says how the others behave.
 - An error names the file, the line, the key, what is wrong and what to do.
