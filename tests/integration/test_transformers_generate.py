@@ -340,6 +340,14 @@ def test_changed_weights_are_computed_afresh_and_said_once(caplog: pytest.LogCap
         assert sum("changed since the cache was attached" in record.message for record in caplog.records) == 1
 
 
+def test_a_model_of_another_dtype_by_now_is_refused_with_the_reason() -> None:
+    model = llama()
+    with CachedGenerator(model, tiers()) as generator:
+        model.to(torch.bfloat16)
+        with pytest.raises(LMCacheError, match=r"became torch\.bfloat16 on cpu.*make a new"):
+            generator.generate(prompt(80), max_new_tokens=2)
+
+
 def test_weights_that_change_while_a_request_runs_leave_nothing_behind(tmp_path: Path) -> None:
     model = llama()
     tokens = prompt(130)

@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers as t
 from tiny_models import llama
+from torch.nn.modules.module import register_module_forward_hook
 
 from lmcache_core.connectors.transformers.adapters import Adapters
 from lmcache_core.connectors.transformers.forward import Forward, unwrapped
 from lmcache_core.connectors.transformers.identity import model_record
-from lmcache_core.connectors.transformers.support import probe
+from lmcache_core.connectors.transformers.support import check_model, probe
 from lmcache_core.connectors.transformers.watch import Watch
 from lmcache_core.errors import UnsupportedModel
 from lmcache_core.identity import ModelRecord, differences
@@ -159,6 +160,10 @@ def _patched(model: Any) -> None:
     mlp.forward = lambda x: x
 
 
+def _one_training(model: Any) -> None:
+    model.model.layers[1].self_attn.train()  # attention dropout
+
+
 def _configured(model: Any) -> None:
     model.config.num_hidden_layers = 1  # Llama's forward reads it
 
@@ -167,7 +172,7 @@ def _configured(model: Any) -> None:
     "change",
     [
         *(_in_place, _behind_autograd, _replaced, _new_module, _training),
-        *(_hooked, _patched, _configured, _scaled, _other_eps, _other_activation),
+        *(_one_training, _hooked, _patched, _configured, _scaled, _other_eps, _other_activation),
     ],
 )
 def test_the_watch_sees_a_change_and_does_not_forget_it(change: Any) -> None:
@@ -189,6 +194,27 @@ def test_the_watch_reads_inference_tensors_too() -> None:
     with torch.inference_mode():
         model.lm_head.weight.add_(1)
     assert watch.changed()
+
+
+def test_a_patched_class_is_another_model_and_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    before, watch, kind = record_of(model), Watch(model), type(model.model.layers[0].mlp)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x) * 2)
+    assert watch.changed()
+    assert record_of(model) != before
+
+
+def test_a_hook_on_every_module_is_a_change() -> None:
+    model = llama()
+    watch = Watch(model)
+    hook = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        assert watch.changed()
+        with pytest.raises(UnsupportedModel, match="every module has a forward hook"):
+            check_model(model)
+    finally:
+        hook.remove()
 
 
 def test_the_watch_lets_be_what_changes_no_kv() -> None:

@@ -192,7 +192,7 @@ def test_positions_that_padding_moves_are_refused() -> None:
 
 def test_a_model_that_fails_by_itself_is_refused_with_its_error() -> None:
     model = llama()
-    model.model.layers[0].mlp.up_proj = torch.nn.Linear(3, 3)
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(3, 3).eval()
     assert "fails on a few tokens" in refusal(model)
     unfilled = llama()
     unfilled.model.layers = unfilled.model.layers[:1]
@@ -201,6 +201,9 @@ def test_a_model_that_fails_by_itself_is_refused_with_its_error() -> None:
 
 def test_training_mode_is_refused() -> None:
     assert "model.eval()" in refusal(llama().train())
+    partly = llama()
+    partly.model.layers[1].self_attn.train()
+    assert "model.eval()" in refusal(partly)
 
 
 def test_a_model_of_another_library_is_refused() -> None:

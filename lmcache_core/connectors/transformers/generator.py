@@ -79,6 +79,7 @@ class CachedGenerator:
                 settings, model=record, part=part_of(shape), registry=registry, observers=observers
             )
         self._workspace = Workspace(shape)
+        self._kind = (self._model.dtype, self._model.device)
         self._closed = False
         self._said_changed = False
 
@@ -120,7 +121,7 @@ class CachedGenerator:
             ValueError: an empty prompt, an id that is negative or no int32, an `attention_mask` that isn't
                 one, or an option of `generation_config` that isn't offered, such as beams.
             TypeError: ids that aren't integers.
-            LMCacheError: closed.
+            LMCacheError: closed, or the model has another dtype or device by now.
         """
         started = time.perf_counter()
         rows = _rows(input_ids, attention_mask)
@@ -184,6 +185,11 @@ class CachedGenerator:
                 log.warning(
                     "the model's weights, hooks, settings or mode changed since the cache was attached: "
                     "nothing is loaded or stored any more; make a new CachedGenerator"
+                )
+            if (now := (self._model.dtype, self._model.device)) != self._kind:
+                raise LMCacheError(
+                    f"the model became {now[0]} on {now[1]} after the cache was attached to it as "
+                    f"{self._kind[0]} on {self._kind[1]}: make a new CachedGenerator"
                 )
             return [None] * len(rows)
         lora = self._adapters.fingerprint()

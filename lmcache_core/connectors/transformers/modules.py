@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 import torch
+import torch.nn.modules.module as module_globals
 from transformers import PreTrainedModel
 
 from lmcache_core.connectors.effective import has_effect
@@ -48,19 +49,26 @@ def interventions(module: torch.nn.Module) -> list[object]:
     return found
 
 
+def global_interventions() -> list[object]:
+    """Hooks on every module's forward."""
+    hooks = (module_globals._global_forward_pre_hooks, module_globals._global_forward_hooks)
+    return [hook for each in hooks for hook in each.values() if _library(hook) not in _LIBRARIES]
+
+
 def check_modules(model: PreTrainedModel) -> None:
     """Refuses a model whose forward others intervene in (steering, patches, offloading).
 
     Raises:
         UnsupportedModel: names the module and what was found.
     """
-    for name, module in model.named_modules():
-        for found in interventions(module):
-            where = name or type(model).__name__
-            raise UnsupportedModel(
-                f"{where} has a forward hook or another forward ({getattr(found, '__qualname__', found)}): "
-                "what it does to KV can't be told from weights and configuration"
-            )
+    everywhere = [("every module", found) for found in global_interventions()]
+    places = [(name, found) for name, module in model.named_modules() for found in interventions(module)]
+    for name, found in (*everywhere, *places):
+        where = name or type(model).__name__
+        raise UnsupportedModel(
+            f"{where} has a forward hook or another forward ({getattr(found, '__qualname__', found)}): "
+            "what it does to KV can't be told from weights and configuration"
+        )
 
 
 def settings_of(module: torch.nn.Module) -> dict[str, Value]:
@@ -83,10 +91,15 @@ def module_settings(model: PreTrainedModel, adapters: Adapters) -> Iterator[tupl
         base_name = adapters.base_name(name)
         if base_name is not None:
             kind = type(module)
-            where = kind.__module__
-            if where not in digests:
-                digests[where] = _code_digest(where, name or kind.__qualname__)
-            yield base_name, encode([where, kind.__qualname__, digests[where], settings_of(module)])
+            places = (
+                kind.__module__,
+                _module_of(kind.forward) or kind.__module__,
+            )  # two where the class is patched
+            for place in places:
+                if place not in digests:
+                    digests[place] = _code_digest(place, name or kind.__qualname__)
+            code: Value = [[place, digests[place]] for place in places]
+            yield base_name, encode([code, kind.__qualname__, settings_of(module)])
 
 
 def _code_digest(python_module: str, used_by: str) -> bytes:
@@ -104,6 +117,10 @@ def _code_digest(python_module: str, used_by: str) -> bytes:
 
 
 def _library(hook: object) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).partition(".")[0]
+    return _module_of(hook).partition(".")[0]
+
+
+def _module_of(function: object) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__module__", None) or "")

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lmcache_core.connectors.transformers.identity import effective_config
-from lmcache_core.connectors.transformers.modules import interventions, settings_of
+from lmcache_core.connectors.transformers.modules import global_interventions, interventions, settings_of
 from lmcache_core.errors import UnsupportedModel
 
 _SAMPLE = 16
@@ -52,10 +52,11 @@ class Watch:
         return len(now) == len(self._values) and all(map(torch.equal, now, self._values))
 
     def _take(self) -> list[object]:
-        taken: list[object] = [self._model.training, torch.is_autocast_enabled("cpu"), self._config()]
+        taken: list[object] = [torch.is_autocast_enabled("cpu"), self._config(), *global_interventions()]
+        taken += [kind.forward for kind in self._names]
         for module in self._model.modules():
             state = vars(module)
-            taken.append(module)
+            taken += (module, state["training"])
             taken += map(state.get, self._names.get(type(module), ()))
             if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
                 taken += interventions(module)
