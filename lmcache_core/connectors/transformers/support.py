@@ -43,7 +43,8 @@ def check_model(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} takes more than text: token ids don't identify its prompts")
     if not _uses_dynamic_cache(model):
         raise UnsupportedModel(f"{name} doesn't generate with a DynamicCache")
-    if any(module.training for module in model.modules()):
+    computing = (module for module in model.modules() if type(module).forward is not torch.nn.Module.forward)
+    if any(module.training for module in computing):
         raise UnsupportedModel(f"{name} is in training mode (dropout): call model.eval() first")
     kinds = rope_types(config).union(*(_module_rope_types(module) for module in model.modules()))
     if foreign := sorted(kinds - PREFIX_ROPE_TYPES):
