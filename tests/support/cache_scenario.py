@@ -198,7 +198,10 @@ def settle(engine: CacheEngine) -> None:
             assert pool.holds == len(keys), "the pool holds what no tier knows"
         else:
             assert isinstance(tier, StorageTier)
-            assert tier.writes.depth() == 0
+            writes = tier.writes
+            assert writes.depth() == 0
+            left = (writes._active, writes._active_bytes, len(writes._active_keys), len(writes._ready))
+            assert left == (0, 0, 0, 0), "a batch was ended twice, or never"
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
