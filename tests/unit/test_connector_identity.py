@@ -73,6 +73,39 @@ def test_a_changed_setting_of_a_module_is_another_model(change: Any) -> None:
     assert fields(llama(), other) == {"weights"}
 
 
+class Steer(torch.nn.Module):
+    """Adds a vector that PyTorch doesn't know of: it is neither parameter nor buffer."""
+
+    def __init__(self, inner: torch.nn.Module, vector: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = inner
+        self.vector = vector
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.inner(x) + self.vector
+        return added
+
+
+def _steered(model: Any, strength: float = 1.0) -> None:
+    mlp = model.model.layers[0].mlp
+    model.model.layers[0].mlp = Steer(mlp, torch.full((64,), strength))
+
+
+def test_a_tensor_that_is_a_plain_attribute_counts() -> None:
+    weak, strong, again = llama(), llama(), llama()
+    _steered(weak, 1.0)
+    _steered(strong, 2.0)
+    _steered(again, 1.0)
+    assert fields(weak, strong) == {"weights"}
+    assert record_of(weak) == record_of(again)
+    watch = Watch(weak)
+    weak(torch.tensor([[3, 4, 5]]))
+    assert not watch.changed()
+    weak.model.layers[0].mlp.vector = torch.ones(64)
+    assert watch.changed()
+
+
 def test_the_same_class_name_with_other_code_is_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +205,7 @@ def _configured(model: Any) -> None:
     "change",
     [
         *(_in_place, _behind_autograd, _replaced, _new_module, _training),
-        *(_one_training, _hooked, _patched, _configured, _scaled, _other_eps, _other_activation),
+        *(_one_training, _steered, _hooked, _patched, _configured, _scaled, _other_eps, _other_activation),
     ],
 )
 def test_the_watch_sees_a_change_and_does_not_forget_it(change: Any) -> None:

@@ -30,8 +30,13 @@ def tensor_bytes(name: str, tensor: Tensor) -> Buffer:
     return buffer
 
 
+def plain_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Tensors that are attributes only, such as a vector that a wrapper adds; PyTorch doesn't list them."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+
+
 def named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers (persistent or not) and what else a state dict holds, each name once.
+    """Parameters, buffers (persistent or not), what else a state dict holds, and plain attributes.
 
     Names are those of the model without adapters: PEFT's `.base_layer` is dropped.
 
@@ -46,5 +51,7 @@ def named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             raise UnsupportedModel(f"{name} is a {type(value).__name__}: the state it stands for is unknown")
         if name not in found and value.data_ptr() not in storages:  # tied weights have two names
             found[name] = value
+    for name, module in model.named_modules():
+        found |= {f"{name}.{attribute}": tensor for attribute, tensor in plain_tensors(module).items()}
     for name, tensor in found.items():
         yield name.replace(".base_layer.", "."), tensor

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lmcache_core.connectors.transformers.identity import effective_config
 from lmcache_core.connectors.transformers.modules import global_interventions, interventions, settings_of
+from lmcache_core.connectors.transformers.tensors import plain_tensors
 from lmcache_core.errors import UnsupportedModel
 
 _SAMPLE = 16
@@ -27,12 +28,14 @@ class Watch:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._names: dict[type[torch.nn.Module], tuple[str, ...]] = {}
+        self._settings: dict[type[torch.nn.Module], set[str]] = {}  # attributes' names
+        self._plain: dict[type[torch.nn.Module], set[str]] = {}
         for module in model.modules():
-            known = self._names.get(type(module), ())
-            self._names[type(module)] = tuple(dict.fromkeys((*known, *settings_of(module))))
+            self._settings.setdefault(type(module), set()).update(settings_of(module))
+            if plain := plain_tensors(module):
+                self._plain.setdefault(type(module), set()).update(plain)
         self._samples: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in _tensors(model):
+        for tensor in self._tensors():
             self._samples.setdefault(tensor.dtype, []).append(_spread(tensor))
         self._stamp = self._take()
         self._values = _sampled(self._samples)
@@ -53,18 +56,28 @@ class Watch:
 
     def _take(self) -> list[object]:
         taken: list[object] = [torch.is_autocast_enabled("cpu"), self._config(), *global_interventions()]
-        taken += [kind.forward for kind in self._names]
+        taken += [kind.forward for kind in self._settings]
         for module in self._model.modules():
             state = vars(module)
             taken += (module, state["training"])
-            taken += map(state.get, self._names.get(type(module), ()))
+            taken += map(state.get, self._settings.get(type(module), ()))
             if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
                 taken += interventions(module)
         taken += [
             (tensor.data_ptr(), tensor.shape, -1 if tensor.is_inference() else tensor._version)
-            for tensor in _tensors(self._model)
+            for tensor in self._tensors()
         ]
         return taken
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for module in self._model.modules():
+            for held in (module._parameters, module._buffers):
+                for tensor in held.values():
+                    if tensor is not None:
+                        yield tensor
+            for name in self._plain.get(type(module), ()):
+                if isinstance(value := vars(module).get(name), Tensor):
+                    yield value
 
     def _config(self) -> object:
         try:
@@ -77,14 +90,6 @@ def _sampled(samples: dict[torch.dtype, list[Tensor]]) -> list[Tensor]:
     """As bytes, since a NaN isn't equal to itself. Means something only while the stamp is unchanged."""
     with torch.inference_mode():
         return [torch.cat(tensors).view(torch.uint8) for tensors in samples.values()]
-
-
-def _tensors(model: PreTrainedModel) -> Iterator[Tensor]:
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for tensor in held.values():
-                if tensor is not None:
-                    yield tensor
 
 
 def _spread(tensor: Tensor) -> Tensor:
