@@ -234,6 +234,16 @@ def test_a_backend_that_hangs_in_open_costs_its_deadline_and_comes_up_when_it_ca
         assert engine.lookup(prompt(26, CHUNK), search_range=["remote"]).num_tokens == CHUNK
 
 
+def test_a_backend_that_opens_when_the_engine_is_closed_is_closed_too() -> None:
+    controls = Controls()
+    controls.hang("open")
+    with build(controls, cpu(), remote(deadline=DEADLINE_S)) as engine:
+        assert engine.stats().tiers[1].state == "down"
+    assert controls.calls["close"] == 0
+    controls.let_go("open")
+    assert eventually(lambda: controls.calls["close"] == 1)
+
+
 def test_a_config_error_that_comes_late_leaves_the_tier_down_with_its_reason() -> None:
     controls = Controls()
     recorder = Recorder()
@@ -389,6 +399,54 @@ def test_the_rest_of_a_prompt_does_not_push_its_beginning_out() -> None:
         store(engine, tokens)
         settle(engine)
         assert engine.lookup(tokens).num_tokens == 4 * CHUNK
+
+
+def test_what_cannot_be_deleted_is_not_cleared() -> None:
+    controls = Controls()
+    tokens = prompt(38, 2 * CHUNK)
+    with build(controls, remote()) as engine:
+        store(engine, tokens)
+        settle(engine)
+        controls.fail = lambda op, key: op == "delete"
+        assert engine.clear(tokens) == {"remote": 0}
+        assert retrieve(engine, tokens) == 2 * CHUNK
+        controls.fail = lambda op, key: False
+        assert engine.clear(tokens) == {"remote": 2}
+        settle(engine)
+
+
+def test_news_of_a_lost_copy_does_not_hide_a_newer_one() -> None:
+    tokens = prompt(39, CHUNK)
+    with build(Controls(), remote()) as engine:
+        store(engine, tokens)
+        settle(engine)
+        tier = engine._chain.tiers[0]
+        assert isinstance(tier, StorageTier)
+        (key,) = engine.content(tokens).keys(engine.part)
+        copy = tier.index.get(key)
+        assert copy is not None
+        copy.token = 5
+        tier._lost([(key, 4)], "evicted")
+        assert engine.lookup(tokens).num_tokens == CHUNK
+        tier._lost([(key, 5)], "evicted")
+        assert engine.lookup(tokens).num_tokens == 0
+
+
+def test_a_close_gives_up_what_a_hung_store_keeps_waiting() -> None:
+    controls = Controls()
+    recorder = Recorder()
+    with build(controls, remote(max_in_flight=1, in_flight_bytes="128KiB"), recorder=recorder) as engine:
+        entered = controls.hang("put")
+        store(engine, prompt(40, 8 * CHUNK))
+        assert entered.wait(PATIENCE_S)
+        tier = engine._chain.tiers[0]
+        assert isinstance(tier, StorageTier)
+        assert eventually(lambda: tier.writes._waiting)
+        engine.close(timeout_s=0.1)
+        assert any(shed.reason == "closing" for shed in recorder.of(StoreShed))
+        controls.let_go("put")
+        assert eventually(lambda: not engine._chain.pool.stats().leases)
+        assert engine._chain.pool.stats().lost_leases == 0
 
 
 def test_a_shared_store_is_asked_for_what_others_put_there() -> None:
