@@ -15,7 +15,7 @@ import pytest
 from lmcache_core.sdk import BackendClosed, Status
 
 from .scenarios import CAPACITY, SCENARIOS, UNHARMED
-from .support import MIB, Call, Disk, Host, occupied_nbytes
+from .support import MIB, PAGE, Call, Disk, Host, occupied_nbytes
 
 OpenDisk = Callable[..., Disk]
 
@@ -178,6 +178,44 @@ def test_a_torn_journal_is_read_up_to_the_tear_whatever_follows(open_disk: OpenD
     disk = open_disk()
     assert disk.keys() == ["k-0", "k-1", "k-2", "new"], "records beyond the tear never come back"
     assert all(disk.holds(f"k-{number}", number, 2) for number in range(3))
+
+
+@pytest.mark.parametrize("start", [b"", b"lmcache-core-disk journal 9\n"])
+def test_a_journal_without_its_start_is_begun_anew_and_keeps_what_comes(
+    open_disk: OpenDisk, start: bytes
+) -> None:
+    disk = open_disk()
+    disk.put("before", 1, 2)
+    disk.close()
+    journal = disk.path / "shard-000" / "journal"
+    journal.write_bytes(start.ljust(journal.stat().st_size, b"\0"))  # zeros, as a power loss leaves it
+    disk = open_disk()
+    assert disk.keys() == []
+    disk.put("after", 2, 2)
+    disk.close()
+    disk = open_disk()
+    assert disk.keys() == ["after"]
+    assert disk.holds("after", 2, 2)
+
+
+def test_a_stray_file_with_a_high_number_costs_neither_memory_nor_room(open_disk: OpenDisk) -> None:
+    disk = open_disk()
+    disk.put("k", 1, 2)
+    disk.close()
+    (disk.path / "shard-000" / "slots" / "ffffff").mkdir()
+    (disk.path / "shard-000" / "slots" / "ffffff" / "ff").write_bytes(b"x" * 4 * PAGE)
+    disk = open_disk()
+    assert disk.backend._store is not None
+    assert len(disk.backend._store.slots._spare_ids) <= 2 * 256
+    assert disk.put("recycled", 2, 4).status is Status.OK
+    for number in range(300):
+        assert disk.put(f"k-{number}", number).status is Status.OK
+    check_accounts(disk)
+    disk.close()
+    disk = open_disk()
+    assert len(disk.keys()) == 302
+    assert disk.holds("recycled", 2, 4)
+    assert disk.holds("k-299", 299)
 
 
 def test_slots_without_a_record_and_records_without_a_slot_are_swept(open_disk: OpenDisk) -> None:

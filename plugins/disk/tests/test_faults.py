@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_core.sdk import BackendError, PermissionDenied, Status
 
-from .support import Disk, ProbedFiles
+from .support import MIB, Disk, Host, ProbedFiles, occupied_nbytes
 
 OpenDisk = Callable[..., Disk]
 
@@ -108,6 +108,22 @@ def test_a_slot_that_cannot_be_unlinked_stays_counted(disk: Disk, faults: Faults
     disk.backend._store.slots.shrink()
     assert disk.backend.stats().used_bytes == used
     assert disk.backend.stats().counters["free_slot_bytes"] == 0
+
+
+def test_a_slot_that_could_not_be_unlinked_gives_its_room_back_once_it_can_be(
+    open_disk: OpenDisk, faults: Faults
+) -> None:
+    disk = open_disk(files=ProbedFiles(faults.before), host=Host(capacity_bytes=MIB))
+    assert disk.put("large", 1, 150).status is Status.OK
+    disk.delete("large")
+    faults.arm("unlink", errno.EIO)
+    for _ in range(2):
+        assert disk.put("other-length", 2, 100).status is Status.FULL
+        assert occupied_nbytes(disk.path) <= MIB
+    faults.arm("", 0)
+    assert disk.put("other-length", 2, 100).status is Status.OK
+    assert disk.holds("other-length", 2, 100)
+    assert len(disk.slot_files()) == 1
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM])

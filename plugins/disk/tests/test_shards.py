@@ -229,6 +229,35 @@ def test_an_unknown_format_is_refused_and_left_as_it_is(open_disk: OpenDisk) -> 
     assert open_disk().holds("k", 1)
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"{",
+        bytes(60),
+        b"[" * PAGE,
+        b'{"format": 1, "claim_bytes": -9, "parts": []}',
+        b'{"format": 1, "claim_bytes": "9", "parts": []}',
+    ],
+    ids=["cut short", "zeros", "nested", "negative", "no number"],
+)
+def test_a_damaged_meta_is_mended_by_the_next_owner_and_gives_nobody_more_room(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture, damaged: bytes
+) -> None:
+    host = Host(capacity_bytes=4 * MIB)
+    disk = open_disk(host=host, processes=2)
+    disk.put("k", 1)
+    meta = disk.path / "shard-000" / "meta.json"
+    meta.write_bytes(damaged)
+    with pytest.raises(BackendUnavailable, match="hold all of its capacity"):
+        open_disk(host=host, processes=2)
+    disk.close()
+    disk = open_disk(host=host, processes=2)
+    assert disk.holds("k", 1)
+    assert json.loads(meta.read_text())["claim_bytes"] == disk.backend.stats().capacity_bytes
+    assert open_disk(host=host, processes=2).put("other", 2).status is Status.OK
+    assert "meta.json is damaged" in caplog.text
+
+
 def test_a_process_that_died_while_making_its_shard_is_cleaned_up_after(open_disk: OpenDisk) -> None:
     disk = open_disk()
     disk.put("k", 1)

@@ -81,7 +81,7 @@ class Replay:
     token: int = 0
     end: int = len(_START)
     torn: bool = False
-    """Something that is no record follows the end: it was cut short by a crash."""
+    """Something that is no record follows the end, or there is no start: it was cut short by a crash."""
 
 
 def replay(memory: bytes) -> Replay:
@@ -92,7 +92,9 @@ def replay(memory: bytes) -> Replay:
     result = Replay()
     values, owners = result.values, dict[int, Value]()
     if not memory.startswith(_START):
-        result.torn = bool(memory.strip(b"\0"))
+        result.torn = bool(
+            memory
+        )  # even if all zeros, as a power loss leaves it: it has no start to append to
         return result
     view = memoryview(memory)
     unpack, crc32, head_nbytes, limit = _HEAD.unpack_from, zlib.crc32, _HEAD.size, len(memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import logging
 import os
 import threading
 import weakref
@@ -17,7 +18,16 @@ from lmcache_core.sdk import BackendUnavailable, ConfigError, LMCacheError
 from lmcache_core_disk.direct_io import PAGE
 from lmcache_core_disk.files import Files
 from lmcache_core_disk.nesting import leave_place, take_place
-from lmcache_core_disk.small_files import FORMAT, FORMAT_FILE, check_format, read_small, write_small
+from lmcache_core_disk.small_files import (
+    FORMAT,
+    FORMAT_FILE,
+    check_format,
+    read_fields,
+    read_small,
+    write_small,
+)
+
+log = logging.getLogger(__name__)
 
 ROOT_OVERHEAD_NBYTES = 8 * PAGE  # the directory, `format.json` and `lock`
 SHARD_OVERHEAD_NBYTES = 16 * PAGE  # two directories, `lock`, `meta.json`, its successor, and the probe
@@ -232,10 +242,13 @@ class Directory:
         text = read_small(self._files, f"{shard}/{_META}", self._fd)
         if not text:
             return Meta(self.share_nbytes)  # its maker died first; nobody ever claims more at first
-        fields = check_format(text, where)
+        fields = check_format(text, where) if "format" in read_fields(text) else {}
         claim, parts = fields.get("claim_bytes"), fields.get("parts")
-        if not isinstance(claim, int) or not isinstance(parts, list):
-            raise ConfigError(f"{where} is not readable; move {where.parent} away or choose another path")
+        if not isinstance(claim, int) or not isinstance(parts, list) or claim < 0:
+            log.warning(
+                "%s is damaged: the shard may hold all of the capacity; its next owner mends it", where
+            )
+            return Meta(self.capacity_nbytes)
         return Meta(claim, tuple(str(part) for part in parts))
 
 

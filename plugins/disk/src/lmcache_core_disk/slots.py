@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import heapq
+import itertools
 import logging
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ _DIRECTORY_SLOTS = 256
 _DIRECTORY_NBYTES = 2 * PAGE  # 256 two-letter names fit one page; the parent's entry has the rest
 _EXTENTS_NBYTES = PAGE  # a file in more than a few extents may need a block of its own to list them
 
-_DIRECTORY = re.compile(r"[0-9a-f]{6,8}")
+_DIRECTORY = re.compile(r"[0-9a-f]{6}")  # so the journal has room for every number
 _NAMES = tuple(f"{low:02x}" for low in range(_DIRECTORY_SLOTS))
 _LOW = {name: low for low, name in enumerate(_NAMES)}
 
@@ -60,7 +62,9 @@ class Slots:
         self._slot_nbytes = 0  # the part of used that lies in slots
         self._free: dict[int, list[Slot]] = {}
         self._free_nbytes = 0
-        self._next_id = 0
+        self._stuck: deque[tuple[Slot, bool]] = (
+            deque()
+        )  # not unlinked when they should have been; whose id serves again
         self._spare_ids: list[int] = []  # heap: low numbers are used first, so directories stay few
         self._directories: set[int] = set()
         self.written = [0, 0]  # values written to new slots, to recycled ones
@@ -86,7 +90,10 @@ class Slots:
             self._used += nbytes
 
     def reserve(self, nbytes: int) -> bool:
-        """Counts `nbytes` more, unlinking free slots to make room; False when there is none."""
+        """Counts `nbytes` more, unlinking free slots to make room; False when there is none.
+
+        What could not be unlinked before is tried again here, where its bytes are wanted.
+        """
         extended = False
         while True:
             with self._lock:
@@ -97,6 +104,8 @@ class Slots:
                 victim = self._pop_any() if reachable else None
             if victim is not None:
                 self.discard(victim)
+            elif self._unlink_stuck():
+                continue
             elif extended:
                 return False
             else:
@@ -180,7 +189,7 @@ class Slots:
             self.discard(slot)
 
     def discard(self, slot: Slot, *, reuse_id: bool = True) -> None:
-        """Unlinks a slot; one that can't be unlinked stays counted, and out of use until the next open.
+        """Unlinks a slot; one that can't be unlinked stays counted, and out of use, until it can be.
 
         `reuse_id=False` when the journal may still name it.
         """
@@ -188,8 +197,26 @@ class Slots:
             self.unlink(slot.id)
         except OSError as error:
             log.warning("slot file %s could not be unlinked: %s", _name(slot.id), error)
+            with self._lock:
+                self._stuck.append((slot, reuse_id))
         else:
             self.forget(slot, reuse_id=reuse_id)
+
+    def _unlink_stuck(self) -> bool:
+        """Tries one slot that could not be unlinked once more; whether it went."""
+        with self._lock:
+            stuck = self._stuck.popleft() if self._stuck else None
+        if stuck is None:
+            return False
+        slot, reuse_id = stuck
+        try:
+            self.unlink(slot.id)
+        except OSError:
+            with self._lock:
+                self._stuck.append(stuck)
+            return False
+        self.forget(slot, reuse_id=reuse_id)
+        return True
 
     def unlink(self, slot_id: int) -> None:
         """Removes the file alone; its bytes count until `forget`, when nobody has it open any more.
@@ -250,8 +277,10 @@ class Slots:
             else:
                 self.unlink(slot_id)
         self._used += self._slot_nbytes + _DIRECTORY_NBYTES * len(self._directories)
-        self._next_id = max(taken, default=-1) + 1
-        self._spare_ids = sorted(set(range(self._next_id)) - taken)
+        # Of the directories there are, and of no others: whatever number a stray file has for a name.
+        self._spare_ids = sorted(
+            slot_id for directory in self._directories for slot_id in _ids(directory) if slot_id not in taken
+        )
 
     def move_in(self, slot: Slot, source_fd: int) -> Slot | None:
         """Renames a slot file of another shard into this one; None when there is no room to name it.
@@ -280,8 +309,10 @@ class Slots:
     def _number(self) -> tuple[int, bool]:
         """A slot number not in use, and whether its directory has to be made."""
         with self._lock:
-            slot_id = heapq.heappop(self._spare_ids) if self._spare_ids else self._next_id
-            self._next_id = max(self._next_id, slot_id + 1)
+            if not self._spare_ids:
+                directory = next(number for number in itertools.count() if number not in self._directories)
+                self._spare_ids.extend(_ids(directory))
+            slot_id = heapq.heappop(self._spare_ids)
             directory = slot_id // _DIRECTORY_SLOTS
             fresh_directory = directory not in self._directories
             self._directories.add(directory)
@@ -309,6 +340,10 @@ class Slots:
 
     def _pop_any(self) -> Slot | None:
         return self._pop(next(iter(self._free))) if self._free else None
+
+
+def _ids(directory: int) -> range:
+    return range(directory * _DIRECTORY_SLOTS, (directory + 1) * _DIRECTORY_SLOTS)
 
 
 def _name(slot_id: int) -> str:

@@ -21,17 +21,23 @@ def check_format(text: bytes, where: Path) -> dict[str, object]:
     Raises:
         ConfigError: another version wrote it, or it is none of ours.
     """
-    try:
-        fields = json.loads(text)
-    except ValueError:
-        fields = None
-    if isinstance(fields, dict) and fields.get("format") == FORMAT:
+    fields = read_fields(text)
+    if fields.get("format") == FORMAT:
         return fields
-    found = fields.get("format") if isinstance(fields, dict) else None
+    found = fields.get("format")
     raise ConfigError(
         f"{where} says format {found!r}, and this version of lmcache-core-disk knows {FORMAT}: nothing was "
         f"changed; install the version that wrote it, or choose another path"
     )
+
+
+def read_fields(text: bytes) -> dict[str, object]:
+    """What a format or meta file says; nothing for what isn't readable."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def read_small(files: Files, name: str, dir_fd: int | None = None) -> bytes:
