@@ -182,6 +182,26 @@ def test_a_row_that_ends_early_leaves_the_others_to_go_on(model: Any, generator:
 # -- what generate takes and refuses -------------------------------------------------------------------
 
 
+def test_an_end_token_is_one_in_every_kind_of_integer(model: Any, generator: CachedGenerator) -> None:
+    tokens = prompt(80)
+    want = greedy(model, tokens, NEW)
+    end = want[1]
+    ended = want[: want.index(end) + 1]
+    kinds: list[Any] = [
+        end,
+        np.int64(end),
+        [end],
+        (127 - end, end),
+        np.array([end]),
+        torch.tensor([end, end]),
+    ]
+    for kind in kinds:
+        assert answers(generator, tokens, eos_token_id=kind) == [ended]
+    for wrong in ("</s>", 1.5, ["</s>"]):
+        with pytest.raises(TypeError):
+            answers(generator, tokens, eos_token_id=wrong)
+
+
 def test_an_answer_is_part_of_the_next_turns_prefix(generator: CachedGenerator) -> None:
     tokens = prompt(100)
     [first] = generator.generate(tokens, max_new_tokens=40)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -194,8 +195,18 @@ class _FirstStep(LogitsProcessor):
         return scores
 
 
-def ids_of(eos: int | Sequence[int] | None) -> frozenset[int]:
-    return frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
+def ids_of(eos: SupportsIndex | Iterable[SupportsIndex] | None) -> frozenset[int]:
+    """The ids of one or several end tokens, as ints: an array's own elements equal none.
+
+    Raises:
+        TypeError: something that is no integer.
+    """
+    if eos is None:
+        return frozenset()
+    try:
+        return frozenset({operator.index(eos)})  # type: ignore[arg-type]
+    except TypeError:
+        return frozenset(map(operator.index, eos))  # type: ignore[arg-type]
 
 
 def _until(tokens: list[int], eos: frozenset[int]) -> list[int]:
