@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -165,10 +166,12 @@ class Observer(Protocol):
 class EventBus:
     """Delivers events to observers; an observer that raises is logged once and removed.
 
-    Never call `emit` while a lock is held (style.md 16).
+    Never call `emit` while a lock is held (style.md 16). In a forked child it tells nobody: observers may
+    have locks that a thread of the parent held, and what it does isn't the parent's.
     """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._observers: tuple[tuple[Observer, tuple[type[Event], ...]], ...] = ()
         self._watched: dict[type[Event], bool] = {}  # answers so far; replaced with the tuple
         self._lock = threading.Lock()  # guards replacement of both; readers take them as they are
@@ -192,6 +195,8 @@ class EventBus:
         return answer
 
     def emit(self, event: Event) -> None:
+        if os.getpid() != self._pid:
+            return
         for observer, kinds in self._observers:
             if not isinstance(event, kinds):
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -27,6 +28,8 @@ class TierChain:
 
     Between tiers there is no invariant: a frame may be in any of them. No method raises for what a tier
     does. A request makes its `deadlines` once, and no tier costs it more than that.
+
+    In a forked child it is closed from the start, without a lock that a thread of the parent may have held.
     """
 
     def __init__(
@@ -44,7 +47,8 @@ class TierChain:
         self.pins = pins
         self.tiers: tuple[Tier, ...] = ()
         self.policies: dict[str, Policy] = {}
-        self.closed = False
+        self._closed = False
+        self._pid = os.getpid()
         self._emit = emit
         self._window = load_window_bytes
         self._behind = behind
@@ -60,6 +64,11 @@ class TierChain:
         self.policies[tier.name] = policy
         if isinstance(tier, MemoryTier):
             self.pool.attach(tier)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has nothing and takes nothing any more."""
+        return self._closed or os.getpid() != self._pid
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Runs `action` once the tiers are closed."""
@@ -287,6 +296,8 @@ class TierChain:
 
     def touch(self, keys: Sequence[StorageKey]) -> None:
         """Marks a path from the root as used, in every tier."""
+        if self.closed:
+            return
         for tier in self.tiers:
             tier.index.touch(keys)
 
@@ -354,9 +365,12 @@ class TierChain:
     def close(self, deadline: float) -> None:
         """Writes what waits, as far as the deadline allows, then closes farthest first. Idempotent.
 
+        In a forked child nothing happens: all of this is its parent's, whose locks may be held for ever.
         Raises only for Ctrl-C: then it has waited no longer, and closed everything all the same.
         """
-        self.closed = True
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
         try:
             self._close(deadline)
         except BaseException:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+from contextlib import ExitStack
 from itertools import count
 from random import Random
 
@@ -517,4 +520,32 @@ def test_many_threads_over_small_full_tiers_never_see_foreign_kv() -> None:
         for thread in threads:
             thread.join(120.0)
         assert not errors
+        settle(engine)
+
+
+def test_in_a_forked_child_an_engine_is_an_empty_cache_whatever_its_parent_was_doing() -> None:
+    tokens = prompt(41, 2 * CHUNK)
+    recorder = Recorder()
+    with build(Controls(), cpu(), remote(), recorder=recorder) as engine:
+        store(engine, tokens)
+        settle(engine)
+        chain = engine._chain
+        told = len(recorder.events)
+        locks = [tier.index._lock for tier in chain.tiers]
+        locks += [engine._statistics._lock, chain._flights._lock, chain.pool._ledger.lock]
+        with ExitStack() as held:  # as threads of the parent may hold them while another forks
+            for lock in locks:
+                held.enter_context(lock)
+            child = os.fork()
+            if child == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(60)  # of a child that hangs
+                empty = engine.lookup(tokens, pin=True).num_tokens == 0 == retrieve(engine, tokens)
+                takes = store(engine, prompt(42, CHUNK))
+                brought = engine.prefetch(tokens).wait()
+                engine.close()
+                os._exit(0 if empty and not takes and not brought and len(recorder.events) == told else 1)
+            status = os.waitpid(child, 0)[1]
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert retrieve(engine, tokens) == 2 * CHUNK
         settle(engine)
