@@ -39,12 +39,12 @@ def native_library() -> ctypes.CDLL | None:
     """The compiled kernels; None where they are not installed, or (told once in the log) can't be loaded."""
     try:
         from lmcache_core_kernels import abi
-    except ImportError:
-        return None
-    try:
+
         if abi.ABI != ABI:
             raise OSError(f"it has ABI {abi.ABI}, and {ABI} is needed: install the version of this core")
         return abi.host_library()
+    except ImportError:
+        return None
     except OSError as error:
         log.warning("lmcache-core-kernels can't be used, KV is moved by torch instead: %s", error)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,8 @@ from lmcache_core.tiers.flights import Ticket
 from lmcache_core.tiers.index import Resident
 from lmcache_core.tiers.jobs import Wanted, why
 from lmcache_core.tiers.storage_tier import StorageTier
+
+log = logging.getLogger(__name__)
 
 LOST = "the frame's first segment did not come"
 
@@ -116,6 +119,10 @@ class LayeredFrame:
             two_copies = None not in (self._token, outcome.token) and self._token != outcome.token
             if not two_copies:  # else each may be whole
                 self.tier.reads.reject(self._copy.key, str(error))
+            return
+        except BaseException as error:  # recorded boundary: whatever it was, the reader waits for an answer
+            log.exception("tier %s: verifying %s failed", self.tier.name, self._copy.key)
+            self._refuse(index, lease, f"it could not be verified: {type(error).__name__}: {error}")
             return
         self.arrived_at[index] = self._clock()
         self._tickets[index].deliver(lease)

@@ -28,7 +28,7 @@ from faulty_backends import Controls, faulty
 from lmcache_core.engine import CacheEngine, LoadedLayer
 from lmcache_core.engine.loading import MISFIT
 from lmcache_core.events import FrameRejected, LayerLoaded, Retrieved, Stored
-from lmcache_core.frame import PAGE_NBYTES, Segment, parse_header, seal
+from lmcache_core.frame import PAGE_NBYTES, FrameHeader, Segment, parse_header, seal
 from lmcache_core.sdk import Capabilities, StorageKey
 
 PATIENCE_S = 20.0
@@ -205,6 +205,28 @@ def test_a_chunk_that_ends_at_some_layer_ends_the_prefix_there(layer: int, how: 
         settle(engine)
         if how != "fails":
             assert load(engine) == [STORED] * LAYERS
+
+
+def test_a_segment_that_can_not_be_checked_ends_the_prefix_and_gives_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process ran out of memory or files while it checked: nothing is known of the copy, so it stays."""
+    controls, recorder = Controls(), Recorder()
+    controls.capabilities = RANGED
+    with build(controls, remote(), recorder=recorder) as engine:
+        store(engine, TOKENS)
+        settle(engine)
+
+        def out_of_memory(memory: memoryview, header: FrameHeader, index: int) -> None:
+            if index == 1:
+                raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("lmcache_core.tiers.layers.verify_segment", out_of_memory)
+            assert load(engine) == [STORED] + [0] * (LAYERS - 1)
+        settle(engine)
+        assert recorder.of(FrameRejected) == []
+        assert load(engine) == [STORED] * LAYERS
 
 
 @pytest.mark.parametrize("come", ["by layers", "whole", "from memory", "whole, and are read whole"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import struct
+import sys
 import threading
+from importlib.abc import MetaPathFinder
 
 import pytest
 
@@ -121,3 +124,20 @@ def test_a_library_that_does_not_load_is_told_once_and_torch_moves_the_kv(
     assert [record.getMessage() for record in caplog.records] == [
         "lmcache-core-kernels can't be used, KV is moved by torch instead: wrong ELF class"
     ]
+
+
+@needs_kernels
+def test_a_package_that_can_not_be_read_just_now_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoMoreFiles(MetaPathFinder):
+        def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+            if fullname == "lmcache_core_kernels.abi":
+                raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.delitem(sys.modules, "lmcache_core_kernels.abi")
+    monkeypatch.delattr("lmcache_core_kernels.abi")
+    monkeypatch.setattr(sys, "meta_path", [NoMoreFiles(), *sys.meta_path])
+    assert native_library.__wrapped__() is None
+    assert "can't be used" in caplog.text
+    assert "Too many open files" in caplog.text
