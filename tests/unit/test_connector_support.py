@@ -8,11 +8,13 @@ import pytest
 import torch
 import transformers as t
 from tiny_models import SIZES, gpt2, llama, made
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lmcache_core.connectors.transformers.forward import Forward, unwrapped
 from lmcache_core.connectors.transformers.identity import part_of
 from lmcache_core.connectors.transformers.modules import interventions
 from lmcache_core.connectors.transformers.support import check_model, probe
+from lmcache_core.connectors.transformers.watch import Watch
 from lmcache_core.connectors.transformers.workspace import KVShape
 from lmcache_core.errors import UnsupportedModel
 
@@ -163,7 +165,21 @@ def test_a_forward_that_others_intervene_in_is_refused() -> None:
     assert "model.layers.1 has a forward hook" in refusal(steered)
     patched = llama()
     patched.model.layers[0].mlp.forward = lambda x: x
-    assert "model.layers.0.mlp has a forward hook or another forward" in refusal(patched)
+    assert "model.layers.0.mlp has a forward hook, or another forward" in refusal(patched)
+
+
+def test_an_attention_function_of_others_is_refused_and_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sharper(module: Any, query: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return sdpa_attention_forward(module, query * 3, *args, **options)
+
+    monkeypatch.setitem(t.AttentionInterface._global_mapping, "sharper", sharper)
+    model = llama()
+    watch = Watch(model)
+    model.set_attn_implementation("eager")
+    assert not watch.changed()
+    model.set_attn_implementation("sharper")
+    assert watch.changed()
+    assert "sharper" in refusal(model)
 
 
 def test_a_compiled_forward_and_the_librarys_own_hooks_are_taken() -> None:

@@ -11,6 +11,8 @@ from hashlib import blake2b
 import torch
 import torch.nn.modules.module as module_globals
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lmcache_core.connectors.effective import has_effect
 from lmcache_core.connectors.transformers.adapters import Adapters
@@ -49,24 +51,27 @@ def interventions(module: torch.nn.Module) -> list[object]:
     return found
 
 
-def global_interventions() -> list[object]:
-    """Hooks on every module's forward."""
+def global_interventions(model: PreTrainedModel) -> list[object]:
+    """Hooks on every module's forward, and attention or mask functions that others registered."""
     hooks = (module_globals._global_forward_pre_hooks, module_globals._global_forward_hooks)
-    return [hook for each in hooks for hook in each.values() if _library(hook) not in _LIBRARIES]
+    name = model.config._attn_implementation
+    functions = (ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name))
+    found = [*(hook for each in hooks for hook in each.values()), *filter(None, functions)]
+    return [one for one in found if _library(one) not in _LIBRARIES]
 
 
 def check_modules(model: PreTrainedModel) -> None:
-    """Refuses a model whose forward others intervene in (steering, patches, offloading).
+    """Refuses a model whose forward others intervene in (steering, patches, sparse attention, offloading).
 
     Raises:
         UnsupportedModel: names the module and what was found.
     """
-    everywhere = [("every module", found) for found in global_interventions()]
+    everywhere = [("every module", found) for found in global_interventions(model)]
     places = [(name, found) for name, module in model.named_modules() for found in interventions(module)]
     for name, found in (*everywhere, *places):
-        where = name or type(model).__name__
+        where, what = name or type(model).__name__, getattr(found, "__qualname__", found)
         raise UnsupportedModel(
-            f"{where} has a forward hook or another forward ({getattr(found, '__qualname__', found)}): "
+            f"{where} has a forward hook, or another forward or attention ({what}): "
             "what it does to KV can't be told from weights and configuration"
         )
 

@@ -55,7 +55,11 @@ class Watch:
         return len(now) == len(self._values) and all(map(torch.equal, now, self._values))
 
     def _take(self) -> list[object]:
-        taken: list[object] = [torch.is_autocast_enabled("cpu"), self._config(), *global_interventions()]
+        taken: list[object] = [
+            torch.is_autocast_enabled("cpu"),
+            self._config(),
+            *global_interventions(self._model),
+        ]
         taken += [kind.forward for kind in self._settings]
         for module in self._model.modules():
             state = vars(module)
