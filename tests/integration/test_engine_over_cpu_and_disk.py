@@ -22,6 +22,7 @@ from cache_scenario import (
 
 from lmcache_core.errors import ConfigError, LeaseError
 from lmcache_core.events import BroughtNear, ChunkAdmitted, ChunkEvicted, FrameRejected, TierDown
+from lmcache_core.identity import StorageKey
 
 
 def test_a_stored_prompt_comes_back_from_cpu_with_its_tail(tmp_path: Path) -> None:
@@ -42,6 +43,16 @@ def test_a_new_engine_finds_on_disk_what_the_last_one_stored_and_promotes_it(tmp
         assert engine.lookup(tokens).tokens_by_tier == {"disk": 6 * CHUNK}
         assert retrieve(engine, tokens) == 6 * CHUNK
         assert engine.lookup(tokens).tokens_by_tier == {"cpu": 6 * CHUNK}
+        settle(engine)
+
+
+def test_a_limit_inside_a_tail_leaves_the_tail_out() -> None:
+    tokens = prompt(30, 2 * CHUNK + 16)
+    with engine_of(config_of(cpu())) as engine:
+        store(engine, tokens)
+        for limit, want in ((len(tokens), 16), (len(tokens) - 1, 0), (2 * CHUNK, 0)):
+            assert engine.lookup(tokens, limit=limit).num_tokens == 2 * CHUNK + want
+            assert retrieve(engine, tokens, limit=limit) == 2 * CHUNK + want
         settle(engine)
 
 
@@ -154,6 +165,29 @@ def test_a_full_disk_tier_stays_within_its_bound_and_keeps_the_newest(tmp_path: 
         settle(engine)
     used = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*") if file.is_file())
     assert used <= 2 << 20
+
+
+def test_what_moves_away_before_it_is_pinned_is_pinned_where_it_is_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(9, 4 * CHUNK)
+    with engine_of(config_of(cpu(), disk(tmp_path))) as engine:
+        store(engine, tokens)
+        settle(engine)
+        pins = engine._chain.pins
+        pin = pins.pin
+
+        def late(places: set[tuple[str, StorageKey]], *, owner: str, ttl_s: float) -> str:
+            engine.clear(search_range=["cpu"])  # as an eviction between looking and pinning
+            return pin(places, owner=owner, ttl_s=ttl_s)
+
+        monkeypatch.setattr(pins, "pin", late)
+        found = engine.lookup(tokens, pin=True)
+        assert found.tokens_by_tier == {"disk": 4 * CHUNK}
+        assert all(pins.pinned("disk", key) for key in engine.content(tokens).keys(engine.part))
+        assert engine.lookup_unpin(found.lookup_id) == 4
+        assert not pins.active()
+        settle(engine)
 
 
 def test_pinned_chunks_survive_a_flood_until_unpinned(tmp_path: Path) -> None:

@@ -104,6 +104,15 @@ def test_shards_that_change_names_are_told_apart(model: Path) -> None:
     assert weights_fingerprint(model) != before
 
 
+def test_the_index_that_says_which_shard_a_tensor_is_from_counts(model: Path) -> None:
+    index = model / "model.safetensors.index.json"
+    found = {weights_fingerprint(model)}
+    for shard in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"w": shard}}))
+        found.add(weights_fingerprint(model))
+    assert len(found) == 3
+
+
 def test_shards_are_read_through_links_and_folders(model: Path, tmp_path: Path) -> None:
     linked = tmp_path / "snapshot"
     linked.mkdir()
