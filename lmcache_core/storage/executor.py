@@ -229,7 +229,8 @@ class TierExecutor:
     def close(self, deadline: float) -> None:
         """Closes the backend. When this returns, at `deadline` at most, every item is settled. Idempotent.
 
-        Queued jobs fail at once and running calls are told to stop. One that hangs on keeps its memory.
+        Queued jobs fail at once and running calls are told to stop. One that hangs on keeps its memory; past
+        its own deadline it is not waited for.
         A job that is preparing settles when it has prepared. In a forked child nothing happens.
         """
         if os.getpid() != self._pid:
@@ -253,7 +254,7 @@ class TierExecutor:
         for transfer in running:
             transfer.cancel_call()
         close_backend(self._backend, self.tier, deadline - self.now())
-        for transfer in self._traffic.wait_quiet(deadline - self.now()):
+        for transfer in self._traffic.wait_stuck(deadline - self.now()):
             if transfer.give_up(self._failed(BackendClosed, "closed while it ran", transfer)):
                 self._traffic.mark_stuck(transfer)
         self._alarm.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache_core.storage.call import Job
@@ -36,7 +37,9 @@ class Traffic:
         self._queue_limit = queue_limit
         self._lock = threading.Lock()  # guards everything below, and the transfers' fields named for it
         self._work = threading.Condition(self._lock)  # threads wait: a job queued, a slot free, closed
-        self._quiet = Watched(self._lock, time.monotonic)  # close waits: no transfer is live
+        self._quiet = Watched(
+            self._lock, time.monotonic
+        )  # close waits: no transfer is live, or all are stuck
         self._slots = max_in_flight
         self._closed = False
         self._live: dict[int, Transfer] = {}  # by id of the job
@@ -161,6 +164,7 @@ class Traffic:
             if transfer.in_slot and not transfer.stuck:
                 transfer.stuck = True
                 self._stuck += 1
+                self._quiet.changed()
 
     @property
     def hung(self) -> bool:
@@ -181,7 +185,14 @@ class Traffic:
 
     def wait_quiet(self, timeout_s: float) -> list[Transfer]:
         """Waits until no transfer is live, and returns those that still are."""
-        self._quiet.wait_for(lambda: not self._live, time.monotonic() + timeout_s)
+        return self._wait(lambda: not self._live, timeout_s)
+
+    def wait_stuck(self, timeout_s: float) -> list[Transfer]:
+        """The same, but waits for none that is stuck: it was given up, and nobody wants what it brings."""
+        return self._wait(lambda: all(transfer.stuck for transfer in self._live.values()), timeout_s)
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> list[Transfer]:
+        self._quiet.wait_for(condition, time.monotonic() + timeout_s)
         with self._lock:
             return list(self._live.values())
 

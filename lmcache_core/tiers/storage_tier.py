@@ -184,7 +184,7 @@ class StorageTier:
     def close(self, deadline: float) -> None:
         """Writes what waits, as far as the deadline allows, and closes the backend. Idempotent."""
         if self._executor is not None:
-            self.writes.flush(deadline)
+            self.writes.flush(deadline, 2 * self.deadline_s)  # a write may wait for a delete and a put
         self._opener.stop()
         with self._lock:
             self._closed = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection
+from functools import partial
+from math import inf
 from typing import Protocol
 
 from lmcache_core.events import Event, StoreShed
@@ -104,6 +106,7 @@ class WriteQueue:
         self._active_bytes = 0
         self._active_keys: Counter[StorageKey] = Counter()  # their jobs may hold leases yet
         self._pumping = False
+        self._ended = 0  # how many writes have, one way or another
         self._capacity_back_at = 0.0
 
     def __contains__(self, key: StorageKey) -> bool:
@@ -162,10 +165,16 @@ class WriteQueue:
         """Waits until no write of `keys` runs, and none holds its frame; or until the deadline."""
         self._progress.wait_for(lambda: self._active_keys.keys().isdisjoint(keys), deadline)
 
-    def flush(self, deadline: float) -> bool:
-        """Waits until nothing waits or runs. False when the deadline came first."""
+    def flush(self, deadline: float, patience_s: float = inf) -> bool:
+        """Waits until nothing waits or runs. False when the deadline came first, or no write ended for
+        `patience_s`."""
         self._behind(self.pump)
-        return self._progress.wait_for(lambda: not self._writes and not self._active, deadline)
+        while True:
+            until = min(deadline, self._clock() + patience_s)
+            if not self._progress.wait_for(partial(self._moved_since, self._ended), until):
+                return False
+            if self._idle:
+                return True
 
     def depth(self) -> int:
         with self._lock:
@@ -389,11 +398,19 @@ class WriteQueue:
         if hold.tag is not None:
             self.withdraw(hold.tag)
 
+    @property
+    def _idle(self) -> bool:
+        return not self._writes and not self._active
+
+    def _moved_since(self, ended: int) -> bool:
+        return self._idle or self._ended != ended
+
     def _end(self, write: Write) -> None:
         write.release()
         with self._lock:
             if self._writes.get(write.key) is write:
                 del self._writes[write.key]
+            self._ended += 1
             self._progress.changed()
 
     def _shed(self, key: StorageKey, reason: str, detail: str = "") -> bool:

@@ -452,6 +452,20 @@ def test_a_close_gives_up_what_a_hung_store_keeps_waiting() -> None:
         assert engine._chain.pool.stats().lost_leases == 0
 
 
+def test_a_close_waits_no_longer_than_a_call_may_take_for_writes_of_which_none_ends() -> None:
+    controls = Controls()
+    engine = build(controls, remote(max_in_flight=1, in_flight_bytes="128KiB", deadline=DEADLINE_S))
+    entered = controls.hang("put")
+    store(engine, prompt(41, 8 * CHUNK))
+    assert entered.wait(PATIENCE_S)
+    closing = threading.Thread(target=engine.close, args=(1e6,), daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    controls.let_go("put")
+    assert eventually(lambda: not engine._chain.pool.stats().leases)
+
+
 def test_a_shared_store_is_asked_for_what_others_put_there() -> None:
     controls = Controls()
     controls.capabilities = Capabilities(medium="network", shared=True, persistent=True, max_in_flight=2)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from executor_scenario import Scenario
-from scripted_backend import OK, key_of, read_frames, settle_all, wait
+from scripted_backend import OK, PATIENCE_S, key_of, read_frames, settle_all, wait
 
 from lmcache_core.errors import (
     BackendClosed,
@@ -157,6 +157,27 @@ def test_close_settles_what_is_queued_at_once_and_what_hangs_at_its_deadline() -
         hang.let_go()
         wait(running.is_finished)
         assert list(running.landings) == [0]
+
+
+def test_close_does_not_wait_for_what_was_given_up_at_its_deadline() -> None:
+    with Scenario(max_in_flight=2) as scenario:
+        early, late = scenario.hang(settle_all(OK)), scenario.hang(settle_all(OK))
+        scenario.backend.get, scenario.backend.put = early, late
+        scenario.submit_into(early, Operation.GET, 1)
+        running = scenario.submit_into(late, Operation.PUT, 2, deadline=scenario.clock() + 20)
+        scenario.pass_time(10)
+        closing = threading.Thread(
+            target=scenario.executor.close, args=(scenario.clock() + 1e6,), daemon=True
+        )
+        scenario.backend.on_close = lambda: scenario.pass_time(10)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+        assert running.statuses() == [Status.TIMEOUT]
+        assert scenario.executor.stats().traffic.stuck == 2
+        early.let_go()
+        late.let_go()
+        scenario.quiet()
 
 
 def test_a_call_learns_of_close_before_the_backend_does() -> None:
