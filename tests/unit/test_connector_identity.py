@@ -138,6 +138,13 @@ def test_rope_and_dtype_are_named_as_the_difference() -> None:
     assert "config.kv_dtype" in fields(llama(), llama(dtype=torch.bfloat16))
 
 
+def test_another_release_of_transformers_is_named_as_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = record_of(llama())
+    monkeypatch.setattr(t, "__version__", "5.999")
+    [difference] = differences(ours, record_of(llama()))
+    assert (difference.field, difference.theirs) == ("config.library", "transformers 5.999")
+
+
 def test_names_lengths_and_token_roles_make_no_difference() -> None:
     other = llama(max_position_embeddings=4096, use_cache=False, bos_token_id=5)
     other.config._name_or_path = "elsewhere/model"

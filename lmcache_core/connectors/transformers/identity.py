@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from lmcache_core.connectors.effective import effective_fields, rope_types
@@ -45,10 +46,17 @@ def model_record(
 
 
 def effective_config(model: PreTrainedModel, kv_dtype: torch.dtype) -> dict[str, Value]:
-    """What the configuration says about KV. The attention implementation doesn't count: it computes the
-    same function."""
+    """What the configuration says about KV, to this release of Transformers: another may have mended a model.
+
+    The attention implementation doesn't count: it computes the same function.
+    """
     fields = effective_fields(model.config.to_dict(), rope_types(model.config))
-    return {**fields, "architecture": type(model).__qualname__, "kv_dtype": str(kv_dtype)}
+    return {
+        **fields,
+        "architecture": type(model).__qualname__,
+        "kv_dtype": str(kv_dtype),
+        "library": f"transformers {transformers.__version__}",
+    }
 
 
 def part_of(shape: KVShape) -> Part:
