@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -288,10 +289,13 @@ def test_an_option_that_is_not_offered_is_refused_wherever_it_stands(
 
 
 def test_a_total_length_is_refused_and_a_dictionary_of_results_is_not_asked_for(
-    model: Any, generator: CachedGenerator
+    model: Any, generator: CachedGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="max_new_tokens in place of max_length"):
-        generator.generate([3, 4, 5], generation_config=t.GenerationConfig(max_length=20))
+        generator.generate([3, 4, 5], generation_config=t.GenerationConfig(max_length=21))
+    monkeypatch.setattr(model.generation_config, "max_length", 20)  # as in many a model's file
+    derived = copy.deepcopy(model.generation_config)
+    assert len(answers(generator, [3, 4, 5], generation_config=derived)[0]) == NEW
     config = t.GenerationConfig(max_new_tokens=NEW, return_dict_in_generate=True, output_scores=True)
     tokens = prompt(80)
     assert answers(generator, tokens, generation_config=config) == [greedy(model, tokens, NEW)]

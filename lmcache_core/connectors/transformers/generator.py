@@ -268,7 +268,7 @@ def _checked(config: GenerationConfig, defaults: GenerationConfig, max_new_token
             raise ValueError(f"{name} is not offered: generation goes on from a cache that is filled already")
     config = copy.deepcopy(config)
     if config.max_new_tokens is None:
-        if config.max_length is not None:
+        if config.max_length not in (None, defaults.max_length):
             raise ValueError("say max_new_tokens in place of max_length")
         config.max_new_tokens = max_new_tokens
     config.use_cache = True  # some models' default is False, and generate() then feeds all tokens again
