@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeGuard
 
 from lmcache_core.errors import BackendError, PluginError
@@ -32,7 +33,7 @@ def examine(
     """What the core believes of `outcome`, and how the backend broke the contract (empty: it did not).
 
     A dishonest outcome becomes FAILED. A put that is OK always carries the value's length; a failure
-    always an error of ours, stripped, that names tier, operation and key.
+    always an error of ours, stripped, that names tier, operation and key, and nothing else carries one.
     """
     if _is_plainly_good(outcome, operation, target):
         return outcome, ""
@@ -43,6 +44,8 @@ def examine(
     assert isinstance(outcome, Outcome)
     if outcome.status is Status.FAILED:
         return _attributed(outcome, tier, operation.value, _key_of(target)), ""
+    if outcome.error is not None:
+        outcome = replace(outcome, error=None)
     if operation is Operation.PUT and outcome.status is Status.OK and outcome.nbytes == 0:
         nbytes = target.nbytes if isinstance(target, Item) else 0
         return Outcome(status=Status.OK, nbytes=nbytes, stored=outcome.stored, token=outcome.token), ""

@@ -70,28 +70,24 @@ def wrapped(
 ) -> BackendError:
     """`error` as a stripped BackendError that names tier, operation and key; its traceback is logged (debug).
 
-    With `closing`, what isn't already precise becomes BackendClosed: the call was woken on purpose.
+    With `closing`, what isn't already precise becomes BackendClosed: the call was woken on purpose. Foreign
+    errors run code of their own when they are looked at: one that then raises becomes a plain BackendError.
     """
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s %s %s failed", tier, op, key, exc_info=error)
-    if isinstance(error, BackendError) and not closing:
+    try:
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s %s %s failed", tier, op, key, exc_info=error)
+        ours = _ours(error, closing)
         strip_traceback(error)
-        error.backend = error.backend or tier
-        error.op = error.op or op
-        error.key = error.key or key
-        return error
-    message = describe(error)
-    strip_traceback(error)
-    if closing:
-        return BackendClosed(f"closed while the call ran ({message})", backend=tier, op=op, key=key)
-    if isinstance(error, OSError):
-        known = _os_error(error.errno, message)
-        if known is None and isinstance(error, TimeoutError | ConnectionError):
-            known = BackendUnavailable(message)
-        if known is not None:
-            known.backend, known.op, known.key = tier, op, key
-            return known
-    return BackendError(message, backend=tier, op=op, key=key)
+        ours.backend = ours.backend or tier
+        ours.op = ours.op or op
+        ours.key = ours.key or key
+        str(ours), ours.retryable  # as those will who get it
+        return ours
+    except BaseException as fault:  # recorded boundary: a foreign error's own code
+        if is_interrupt(fault):
+            raise
+        message = f"{type(error).__name__} (an error that can't be looked at)"
+        return BackendError(message, backend=tier, op=op, key=key)
 
 
 def failed(error: BackendError) -> Outcome:
@@ -138,6 +134,22 @@ def describe(error: BaseException) -> str:
     if len(text) > MAX_FOREIGN_CHARS:
         text = f"{text[:MAX_FOREIGN_CHARS]}…"
     return f"{name}: {text}" if text else name
+
+
+def _ours(error: BaseException, closing: bool) -> BackendError:
+    """The narrowest of our errors for `error`, which is kept where it is one."""
+    if isinstance(error, BackendError) and not closing:
+        return error
+    message = describe(error)
+    if closing:
+        return BackendClosed(f"closed while the call ran ({message})")
+    if isinstance(error, OSError):
+        known = _os_error(error.errno, message)
+        if known is not None:
+            return known
+        if isinstance(error, TimeoutError | ConnectionError):
+            return BackendUnavailable(message)
+    return BackendError(message)
 
 
 def _os_error(code: int | None, message: str) -> BackendError | None:

@@ -172,6 +172,62 @@ def test_an_error_that_cannot_even_be_printed_is_an_error() -> None:
         assert "Unprintable" in str(scenario.submit(Operation.STAT, 1).error())
 
 
+class Careless(BackendError):
+    """Its author forgot `super().__init__`."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+class Unprintable(BackendError):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+class Undecided(BackendError):
+    @property
+    def retryable(self) -> bool:
+        raise LookupError
+
+    @retryable.setter
+    def retryable(self, value: bool) -> None: ...
+
+
+class Untouchable(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise RuntimeError(name)
+
+
+class Numberless(OSError):
+    @property
+    def errno(self) -> int:
+        raise ValueError
+
+
+@pytest.mark.parametrize("kind", [Careless, Unprintable, Undecided, Untouchable, Numberless])
+@pytest.mark.parametrize("how", ["raised", "settled", "beside a miss"])
+def test_an_error_that_raises_when_it_is_looked_at_ends_its_item_as_any_other(
+    kind: type[Exception], how: str
+) -> None:
+    error: Any = kind("odd")
+    with Scenario() as scenario:
+
+        def stat(keys: Sequence[object], call: Call) -> None:
+            if how == "raised":
+                raise error
+            call.done(0, Outcome(status=Status.FAILED if how == "settled" else Status.MISS, error=error))
+
+        scenario.backend.stat = stat
+        job = scenario.submit(Operation.STAT, 1)
+        assert job.statuses() == [Status.MISS if how == "beside a miss" else Status.FAILED]
+        wait(job.is_finished)
+        assert scenario.submit(Operation.GET, 1).statuses() == [Status.OK]
+        if how == "beside a miss":
+            assert job.error() is None
+        else:
+            assert kind.__name__ in str(job.error())
+
+
 class Memory(bytearray):
     """A bytearray that a weak reference may watch."""
 
