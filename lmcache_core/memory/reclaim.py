@@ -241,18 +241,16 @@ class Reclaim:
             ledger.settle()
             taken = ledger.take(slot_nbytes, self._reserve, self._claim, larger=True)
             sizes = ledger.table.larger_sizes(slot_nbytes, ledger.room(self._reserve))
-        for size, evict in itertools.product(sizes, (self._evict_orphan, self._evict_any_resident)):
-            if taken:
-                break
-            evict(size)
-            with ledger.collecting, ledger.lock:
-                ledger.settle()
-                taken = ledger.take(slot_nbytes, self._reserve, self._claim, larger=True)
+        for size in () if taken else sizes:
+            self._evict_orphan(size)
+            for _ in range(MAX_USELESS_EVICTIONS):  # a frame may have several residents: all have to go
+                with ledger.collecting, ledger.lock:
+                    ledger.settle()
+                    if ledger.take(slot_nbytes, self._reserve, self._claim, larger=True):
+                        return True
+                if self._reclaimer is None or not self._reclaimer.evict_coldest(size):
+                    break
         return taken
-
-    def _evict_any_resident(self, slot_nbytes: int) -> None:
-        if self._reclaimer is not None:
-            self._reclaimer.evict_coldest(slot_nbytes)
 
 
 def _end_waiting(slot: Slot, ended: list[Hold]) -> None:

@@ -80,6 +80,25 @@ def test_one_leased_frame_in_each_slab_lets_a_smaller_class_use_a_larger_slot(
         lease.release()
 
 
+def test_a_larger_slot_comes_free_once_all_residents_of_its_frame_have_gone(
+    pool: MemoryPool, lru: Lru
+) -> None:
+    leases = []
+    for number in range(32):
+        lease = pool.allocate(SLAB // 4, owner="store", deadline=0.0)
+        for name in ("first", "second"):
+            lru.admit(storage_key(f"{name}-{number}"), lease)
+        if number % 4:
+            lease.release()
+        else:
+            leases.append(lease)
+    with pool.allocate(4 * KIB, owner="tail", deadline=0.0) as tail:
+        assert tail.slot_nbytes == SLAB // 4
+    assert lru.num_evicted == 2
+    for lease in leases:
+        lease.release()
+
+
 def test_the_coldest_slab_of_another_class_leaves_before_a_warmer_frame(pool: MemoryPool, lru: Lru) -> None:
     for number in range(24):
         lru.store(f"cold-{number}", SLAB // 4)
