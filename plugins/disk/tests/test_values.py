@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable
@@ -10,9 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_core.sdk import BackendClosed, BackendError, DeadlineExceeded, Item, Status, StorageKey
+from lmcache_core.sdk import (
+    BackendClosed,
+    BackendError,
+    BackendUnavailable,
+    DeadlineExceeded,
+    Item,
+    Outcome,
+    Status,
+    StorageKey,
+)
 
-from .support import PAGE, Call, Disk, Memory, ProbedFiles, content
+from .support import PAGE, Call, Disk, Memory, ProbedFiles, content, occupied_nbytes
 
 OpenDisk = Callable[..., Disk]
 
@@ -261,14 +271,62 @@ def test_a_value_damaged_behind_our_back_is_a_miss_and_reported(disk: Disk, dama
     assert disk.holds("b", 3, 4)
 
 
-def test_a_directory_deleted_while_in_use_fails_puts_and_misses_gets(disk: Disk) -> None:
-    import shutil
-
+@pytest.mark.parametrize("removed", [".", "shard-000", "shard-000/slots"])
+def test_a_directory_removed_while_in_use_costs_one_put_and_is_made_anew(disk: Disk, removed: str) -> None:
     disk.put("a", 1, 4)
-    shutil.rmtree(disk.path)
+    shutil.rmtree(disk.path / removed)
     assert disk.get("a")[0].status is Status.MISS
     assert disk.put("b", 1, 4).status is Status.FAILED
-    assert not disk.path.exists()
+    assert len(disk.host.forgotten) == 1
+    for number in range(300):
+        assert disk.put(f"k-{number}", number).status is Status.OK
+    assert len(disk.host.forgotten) == 1
+    assert disk.get("a")[0].status is disk.get("b")[0].status is Status.MISS
+    assert disk.holds("k-0", 0)
+    assert disk.delete("k-299").status is Status.OK
+    assert disk.backend.stats().used_bytes >= occupied_nbytes(disk.path)
+    disk.close()
+    again = Disk(disk.path)
+    assert sorted(again.keys()) == sorted(f"k-{number}" for number in range(299))
+    again.close()
+
+
+def test_what_others_put_in_the_place_of_a_removed_directory_is_not_kept_unknown(tmp_path: Path) -> None:
+    disk, other = Disk(tmp_path / "cache"), Disk(tmp_path / "other")
+    other.put("theirs", 1, 4)
+    other.close()
+    shutil.rmtree(disk.path)
+    other.path.rename(disk.path)
+    assert disk.put("a", 1).status is Status.FAILED
+    assert disk.put("a", 1).status is Status.OK
+    assert disk.keys() == ["a"]
+    disk.close()
+
+
+def test_a_removed_directory_is_made_anew_only_once_nobody_uses_the_old_one(open_disk: OpenDisk) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def before(name: str, argument: object) -> None:
+        if name == "preadv" and threading.current_thread() is reader:
+            reading.set()
+            go_on.wait(60)
+
+    files = ProbedFiles(before)
+    outcomes: list[tuple[Outcome, bytes]] = []
+    reader = threading.Thread(target=lambda: outcomes.append(disk.get("a")))
+    disk = open_disk(files=files)
+    disk.put("a", 1, 4)
+    reader.start()
+    assert reading.wait(60)
+    shutil.rmtree(disk.path)
+    assert disk.put("b", 2).status is Status.FAILED
+    with pytest.raises(BackendUnavailable, match="removed"):
+        disk.put("b", 2)
+    go_on.set()
+    reader.join(60)
+    assert outcomes[0][1] == content(1, 4 * PAGE)
+    assert disk.put("b", 2).status is Status.OK
+    assert disk.holds("b", 2)
 
 
 def test_the_next_file_of_a_batch_is_open_before_an_item_is_settled(open_disk: OpenDisk) -> None:

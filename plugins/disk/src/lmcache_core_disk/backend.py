@@ -40,6 +40,8 @@ from lmcache_core_disk.store import Store, open_store
 
 log = logging.getLogger(__name__)
 
+_REMOVED = "its directory was removed; the next put makes it anew"
+
 
 class DiskBackend(Backend[DiskConfig]):
     """Stores values under one directory, which several processes may share, each with its own shard.
@@ -55,9 +57,11 @@ class DiskBackend(Backend[DiskConfig]):
         self._config = config
         self._files = files if files is not None else Files()
         self._host: Host | None = None
-        self._store: Store | None = None
         self._pid = 0
+        self._opening = threading.Lock()  # held by who opens the store anew
         self._lock = threading.Lock()  # guards what follows; nothing else is done under it
+        self._store: Store | None = None
+        self._leaving: Store | None = None  # removed under us; the last call that may use it closes it
         self._calls = 0
         self._closed = False
         self._counters: Counter[str] = Counter()
@@ -82,6 +86,27 @@ class DiskBackend(Backend[DiskConfig]):
                 return
         store.close()
         raise BackendClosed("closed while it opened", backend=host.tier, op="open")
+
+    def _open_again(self, host: Host, call: Call) -> None:
+        """Makes the directory anew after somebody removed it, and empty: the core knows of nothing there.
+
+        Raises:
+            BackendUnavailable: calls still use the old one, or another thread is at it.
+            LMCacheError: as `open`.
+        """
+        with self._lock:
+            leaving = self._leaving is not None
+        if leaving or not self._opening.acquire(blocking=False):
+            raise BackendUnavailable(_REMOVED, op="put")
+        try:
+            if self._store is None:
+                self.open(host)
+                with self._running("put") as store:
+                    for value in store.catalog.snapshot():
+                        store.catalog.remove(value.key, call)
+                log.warning("%s: its directory was removed, and is made anew", store.directory.path)
+        finally:
+            self._opening.release()
 
     def _open_store(self, host: Host) -> Store:
         path, processes = self._config.path.expanduser().absolute(), self._config.processes
@@ -127,6 +152,8 @@ class DiskBackend(Backend[DiskConfig]):
     # -- the operations --------------------------------------------------------------------------
 
     def put_many(self, items: Sequence[Item], call: Call) -> None:
+        if self._store is None and self._host is not None and not self._closed and os.getpid() == self._pid:
+            self._open_again(self._host, call)
         with self._running("put") as store:
             for index, item in enumerate(items):
                 call.done(index, self._put(store, item, call))
@@ -206,6 +233,8 @@ class DiskBackend(Backend[DiskConfig]):
             slot = store.slots.write(item.nbytes, [host_memory(view) for view in item.views])
             value = store.catalog.commit(item.key, item.parent, slot, call) if slot is not None else None
         except OSError as error:
+            if error.errno == errno.ENOENT and store.shard.is_gone():
+                self._leave(store)
             return self._outcome(error, "put", item.key)
         if value is None:
             self._count("full")
@@ -247,29 +276,46 @@ class DiskBackend(Backend[DiskConfig]):
         if self._host is not None:
             self._host.lost([(value.key, value.token)], lost.reason)
 
+    def _leave(self, store: Store) -> None:
+        """Gives up a store whose directory somebody removed; the next put makes it anew."""
+        with self._lock:
+            first = self._store is store
+            if first:
+                self._store, self._leaving = None, store
+        if first and self._host is not None:
+            self._host.lost_all(f"{store.directory.path} was removed")
+
     # -- inside ----------------------------------------------------------------------------------
 
     @contextmanager
     def _running(self, op: str) -> Iterator[Store]:
         """The open store, kept open until the block ends."""
-        store = None
+        store, closed = None, True
         if os.getpid() == self._pid:  # a forked child owns no shard, and must not touch its parent's
             with self._lock:
-                if not self._closed:
+                closed = self._closed
+                if not closed and self._store is not None:
                     store = self._store
                     self._calls += 1
         if store is None:
-            raise BackendClosed("the backend is not open", op=op)
+            if closed:
+                raise BackendClosed("the backend is not open", op=op)
+            raise BackendUnavailable(_REMOVED, op=op)
         try:
             yield store
         finally:
+            leaving: list[Store] = []
             with self._lock:
                 self._calls -= 1
-                last = self._closed and self._calls == 0
-                if last:
-                    self._store = None
-            if last:
-                _close_quietly(store)
+                if self._calls == 0:
+                    if self._leaving is not None:
+                        leaving.append(self._leaving)
+                        self._leaving = None
+                    if self._closed and self._store is not None:
+                        leaving.append(self._store)
+                        self._store = None
+            for each in leaving:
+                _close_quietly(each)
 
     def _count(self, name: str) -> None:
         with self._lock:

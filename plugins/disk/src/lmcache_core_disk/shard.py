@@ -336,6 +336,15 @@ class Shard:
                 self._files.close(fd)
         self.slots_fd = self.fd = self._lock_fd = -1
 
+    def is_gone(self) -> bool:
+        """Whether somebody removed the directory of the slots, so that nothing can be put there any more."""
+        try:
+            return self._files.stat(_SLOTS, self.fd).st_ino != self._files.fstat(self.slots_fd).st_ino
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+
     def let_go_in_child(self) -> None:
         """In a forked child: the lock stays the parent's alone, and ends with it."""
         fd, self._lock_fd = self._lock_fd, -1
