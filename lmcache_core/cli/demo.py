@@ -152,7 +152,8 @@ def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObse
     """Runs one phase in a process of its own, which it kills with SIGKILL when it is ready (or fails).
 
     Raises:
-        DemoFailed: the worker ended by itself, or said why it can't go on; or a path is no text.
+        DemoFailed: the worker ended by itself, or said why it can't go on; or it can't be started; or a path
+            is no text.
     """
     try:
         line = msgspec.json.encode(plan)
@@ -161,23 +162,7 @@ def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObse
             f"{error.object!r} is not text in the encoding of this terminal, {sys.getfilesystemencoding()}: "
             "set LC_ALL=C.UTF-8, or choose another place"
         ) from error
-    # Threads that spin at OpenMP barriers turn every figure into noise as soon as cores are shared.
-    environment = {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    with (
-        log_file.open("w", encoding="utf-8") as log,
-        subprocess.Popen(
-            [sys.executable, "-m", "lmcache_core.cli.demo_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-        ) as worker,
-    ):
+    with started(log_file) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
         try:
@@ -199,6 +184,33 @@ def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObse
         )
 
 
+def started(log_file: Path) -> subprocess.Popen[bytes]:
+    """A worker that waits for its plan.
+
+    Raises:
+        DemoFailed: the system starts none, or the log can't be written.
+    """
+    # Threads that spin at OpenMP barriers turn every figure into noise as soon as cores are shared.
+    environment = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    try:
+        with log_file.open("w", encoding="utf-8") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "lmcache_core.cli.demo_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+            )
+    except OSError as error:
+        limits = "see `ulimit -a` and what else runs here"
+        raise DemoFailed(f"the model's process can't be started: {error}; {limits}") from error
+
+
 def take(message: Message, results: Results, progress: StageObserver) -> bool:
     """Takes in one message; True for the last one.
 
@@ -217,6 +229,7 @@ def take(message: Message, results: Results, progress: StageObserver) -> bool:
         case Ready():
             results.flushed = results.flushed and message.flushed
             results.down |= message.down
+            results.failed |= message.failed
             return True
     return False
 
@@ -301,6 +314,8 @@ def report(console: Console, results: Results) -> None:
     )
     for tier, reason in results.down.items():
         console.print(Text(f"Tier {tier} could not be used: {reason}"), soft_wrap=True)
+    for tier, reason in results.failed.items():
+        console.print(Text(f"Tier {tier} failed at times, last so: {reason}"), soft_wrap=True)
     if not results.flushed:
         console.print("Not everything had been written when the process was killed: a tier is slow or down.")
     if results.document_tokens < MIN_DOCUMENT_TOKENS:

@@ -63,6 +63,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     flushed: bool
     down: dict[str, str] = {}
     """Tiers that could not be used, and why."""
+    failed: dict[str, str] = {}
+    """Tiers that could be used, but failed at times, and how the last time."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
@@ -83,3 +85,4 @@ class Results:
     document_tokens: int = 0
     flushed: bool = True
     down: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.resources import files
@@ -25,8 +27,12 @@ FLUSH_S = 60.0
 
 
 def main() -> None:
-    """Reads the plan from the first line of stdin, writes messages to stdout, then waits for its end."""
+    """Reads the plan from the first line of stdin, writes messages to stdout, then waits for its end.
+
+    Ends at once when stdin does: then the parent is gone.
+    """
     plan = msgspec.json.decode(sys.stdin.buffer.readline(), type=Plan)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     output, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever a library prints is no message
 
     def say(message: Message) -> None:
@@ -39,6 +45,12 @@ def main() -> None:
     except LMCacheError as error:
         say(Failed(reason=str(error)))
         raise SystemExit(1) from error
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # not through sys.stdin, whose lock the interpreter wants when it ends by itself
+        pass
+    os._exit(1)
 
 
 def work(plan: Plan, say: Callable[[Message], None]) -> None:
@@ -62,13 +74,13 @@ def work(plan: Plan, say: Callable[[Message], None]) -> None:
             generator.prefill(document)
         answer_warm(generator, tokenizer, prompts, plan, say)
         flushed = generator.flush(FLUSH_S)
-        tiers = generator.engine.stats().tiers
-        say(
-            Ready(
-                flushed=flushed, down={tier.name: tier.last_error for tier in tiers if tier.state == "down"}
-            )
-        )
-        sys.stdin.read()  # until the parent kills this process, or is gone itself
+        down: dict[str, str] = {}
+        failed: dict[str, str] = {}
+        for tier in generator.engine.stats().tiers:
+            if tier.last_error:
+                (down if tier.state == "down" else failed)[tier.name] = tier.last_error
+        say(Ready(flushed=flushed, down=down, failed=failed))
+        threading.Event().wait()  # until the parent kills this process, or is gone itself
 
 
 def document_text() -> str:

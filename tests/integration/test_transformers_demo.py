@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+import full_plugin
+import msgspec
 import pytest
 import torch
 import yaml
@@ -129,6 +131,62 @@ def test_a_worker_that_dies_ends_the_demo_with_its_last_words(
     assert "the first worker ended early" in result.output
     assert "no more memory" in result.output
     assert "worker-first.log" in result.output
+
+
+def test_a_worker_whose_parent_is_gone_ends_in_the_middle_of_an_answer(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    plan = Plan(
+        phase="first",
+        config=str(demo.default_config(tmp_path)),
+        model=str(model_folder),
+        model_cache=str(tmp_path),
+        repeats=1,
+        max_new_tokens=3000,
+    )
+    with demo.started(tmp_path / "log") as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            worker.stdin.write(msgspec.json.encode(plan) + b"\n")
+            worker.stdin.flush()
+            said = iter(worker.stdout)
+            assert any(b"Question 1 without the cache" in line for line in said)
+            worker.stdin.close()  # as the kernel does for a parent that was killed
+            assert list(said) == []
+            assert worker.wait(60) == 1
+        finally:
+            worker.kill()
+
+
+def test_no_process_for_the_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*command: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("subprocess.Popen", none_left)
+    result = CliRunner().invoke(main, ["demo", "--dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert re.search("^Error: the model's process can't be started: .*Too many open files", result.output)
+    assert "Traceback" not in result.output
+
+
+def test_a_tier_that_stores_nothing_is_told_with_its_reason(
+    run_demo: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    distribution = site / "lmcache_core_full-1.dist-info"
+    distribution.mkdir(parents=True)
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: lmcache-core-full\nVersion: 1\n")
+    (distribution / "entry_points.txt").write_text("[lmcache_core]\nfull = full_plugin\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(Path(full_plugin.__file__).parent)]))
+    monkeypatch.syspath_prepend(str(site))
+    config = tmp_path / "tiers.yaml"
+    config.write_text("tiers: [{name: far, backend: full, capacity: 64MiB}]\n", encoding="utf-8")
+    result = run_demo("--repeats", "1", "--config", str(config))
+    assert result.exit_code == 0, result.output
+    assert "are identical: 6 of 6" in result.output
+    assert "Tier far failed at times, last so: far put" in result.output
+    assert "No space left on device" in result.output
 
 
 def test_a_folder_without_a_model_is_one_error(tmp_path: Path) -> None:
