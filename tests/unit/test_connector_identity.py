@@ -80,10 +80,12 @@ class Steer(torch.nn.Module):
         super().__init__()
         self.inner = inner
         self.vector = vector
+        self.more = {"second": torch.zeros(64)}
+        self.scales = [1.0, 2.0]
         self.eval()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = self.inner(x) + self.vector
+        added: torch.Tensor = self.inner(x) + self.vector * self.scales[0] + self.more["second"]
         return added
 
 
@@ -93,17 +95,27 @@ def _steered(model: Any, strength: float = 1.0) -> None:
 
 
 def test_a_tensor_that_is_a_plain_attribute_counts() -> None:
-    weak, strong, again = llama(), llama(), llama()
-    _steered(weak, 1.0)
+    first, again, strong, scaled, other = (llama() for _ in range(5))
+    for model in (first, again, scaled, other):
+        _steered(model, 1.0)
     _steered(strong, 2.0)
-    _steered(again, 1.0)
-    assert fields(weak, strong) == {"weights"}
-    assert record_of(weak) == record_of(again)
-    watch = Watch(weak)
-    weak(torch.tensor([[3, 4, 5]]))
-    assert not watch.changed()
-    weak.model.layers[0].mlp.vector = torch.ones(64)
-    assert watch.changed()
+    scaled.model.layers[0].mlp.scales = [3.0, 2.0]
+    other.model.layers[0].mlp.more["second"] = torch.ones(64)
+    assert record_of(first) == record_of(again)
+    assert [fields(first, model) for model in (strong, scaled, other)] == [{"weights"}] * 3
+    for change in (
+        lambda steer: setattr(steer, "vector", torch.ones(64)),
+        lambda steer: setattr(steer, "scales", [3.0, 2.0]),
+        lambda steer: steer.more.update(second=torch.ones(64)),
+        lambda steer: steer.more["second"].add_(1),
+    ):
+        model = llama()
+        _steered(model)
+        watch = Watch(model)
+        model(torch.tensor([[3, 4, 5]]))
+        assert not watch.changed()
+        change(model.model.layers[0].mlp)
+        assert watch.changed()
 
 
 def test_the_same_class_name_with_other_code_is_another_model(

@@ -81,8 +81,14 @@ def settings_of(module: torch.nn.Module) -> dict[str, Value]:
     return {
         name: value
         for name, value in vars(module).items()
-        if type(value) in _SETTINGS and not name.startswith("_") and name not in _IDLE and has_effect(name)
+        if not name.startswith("_") and name not in _IDLE and has_effect(name) and _plain(value)
     }
+
+
+def _plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(type(item) in _SETTINGS for item in value)
+    return type(value) in _SETTINGS
 
 
 def module_settings(model: PreTrainedModel, adapters: Adapters) -> Iterator[tuple[str, bytes]]:

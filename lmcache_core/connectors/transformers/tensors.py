@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,9 @@ from lmcache_core.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+_REGISTRIES = frozenset(vars(torch.nn.Module()))
+"""Attributes in which PyTorch itself keeps a module's parameters, buffers, modules and hooks."""
 
 
 def tensor_bytes(name: str, tensor: Tensor) -> Buffer:
@@ -30,9 +33,21 @@ def tensor_bytes(name: str, tensor: Tensor) -> Buffer:
     return buffer
 
 
-def plain_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Tensors that are attributes only, such as a vector that a wrapper adds; PyTorch doesn't list them."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+def plain_tensors(module: torch.nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Tensors that are attributes only, or in a list or dict that is one, of all or these `names`.
+
+    Such as a vector that a wrapper adds: PyTorch lists neither it nor its changes.
+    """
+    state = vars(module)
+    found = {}
+    for name in state if names is None else names:
+        value = None if name in _REGISTRIES else state.get(name)
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, Mapping | list | tuple):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            found |= {f"{name}[{key}]": item for key, item in items if isinstance(item, Tensor)}
+    return found
 
 
 def named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -33,7 +33,8 @@ class Watch:
         for module in model.modules():
             self._settings.setdefault(type(module), set()).update(settings_of(module))
             if plain := plain_tensors(module):
-                self._plain.setdefault(type(module), set()).update(plain)
+                names = {name.partition("[")[0] for name in plain}
+                self._plain.setdefault(type(module), set()).update(names)
         self._samples: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self._tensors():
             self._samples.setdefault(tensor.dtype, []).append(_spread(tensor))
@@ -79,9 +80,8 @@ class Watch:
                 for tensor in held.values():
                     if tensor is not None:
                         yield tensor
-            for name in self._plain.get(type(module), ()):
-                if isinstance(value := vars(module).get(name), Tensor):
-                    yield value
+            if type(module) in self._plain:
+                yield from plain_tensors(module, self._plain[type(module)]).values()
 
     def _config(self) -> object:
         try:
