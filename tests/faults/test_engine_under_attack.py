@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from cache_scenario import (
     HEADS,
     LAYERS,
     MODEL,
+    BlankKV,
     OracleKV,
     config_of,
     cpu,
@@ -50,14 +50,6 @@ def remote(**settings: object) -> dict[str, object]:
         "breaker": {"failures": 1000},
         **settings,
     }
-
-
-class BlankKV:
-    """KV of zeros, for parts that the oracle doesn't know."""
-
-    def gather(self, first_token: int, num_tokens: int, payload: Sequence[memoryview]) -> None:
-        for segment in payload:
-            segment[:] = bytes(len(segment))
 
 
 def build(controls: Controls, *tiers: dict[str, object], **settings: object) -> CacheEngine:

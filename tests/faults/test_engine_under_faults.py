@@ -13,6 +13,10 @@ from random import Random
 import pytest
 from cache_scenario import (
     CHUNK,
+    CONTENT,
+    HEADS,
+    LAYERS,
+    BlankKV,
     OracleKV,
     Recorder,
     config_of,
@@ -30,6 +34,8 @@ from lmcache_core.config import load_config
 from lmcache_core.engine import CacheEngine, explain
 from lmcache_core.errors import BackendUnavailable, ConfigError, PermissionDenied
 from lmcache_core.events import BreakerChanged, FrameRejected, StoreShed, TierDown, TierFailed, TierUp
+from lmcache_core.identity import Part
+from lmcache_core.sdk import BackendSpec
 from lmcache_core.storage import Capabilities
 from lmcache_core.tiers import StorageTier
 
@@ -502,6 +508,60 @@ def test_concurrent_retrieves_of_one_prompt_share_its_reads() -> None:
             thread.join(PATIENCE_S)
         assert loaded == [6 * CHUNK] * 4
         assert controls.items["get"] == 6
+        settle(engine)
+
+
+def test_a_frame_that_its_tier_cannot_give_is_had_from_a_farther_one() -> None:
+    near, far = Controls(), Controls()
+    registry = faulty(near)
+    registry.add(
+        BackendSpec(name="far", target="faulty_backends:Faulty", api=(1, 0)), faulty(far).load("faulty")
+    )
+    tokens = prompt(43, 4 * CHUNK)
+    config = config_of(remote(), remote(name="farther", backend="far"))
+    with engine_of(config, registry=registry) as engine:
+        store(engine, tokens)
+        settle(engine)
+        keys = engine.content(tokens).keys(engine.part)
+        near.fail = lambda op, key: op == "get" and key in keys[1:3]
+        kv = OracleKV(tokens)
+        assert engine.retrieve(tokens, kv).tokens_by_tier == {"remote": 2 * CHUNK, "farther": 2 * CHUNK}
+        settle(engine)
+
+
+def test_a_put_waits_for_the_room_that_another_ones_victim_leaves() -> None:
+    controls = Controls()
+    deeper = Part(layers=(0, 4 * LAYERS), heads=(0, HEADS), content_format="test 64", content_nbytes=CONTENT)
+    with build(controls, cpu(), remote(capacity="68KiB")) as engine:  # the model's record, a deeper chunk
+        tier = engine._chain.tiers[1]
+        assert isinstance(tier, StorageTier)
+        engine.beside(deeper).store(prompt(44, CHUNK), BlankKV())
+        settle(engine)
+        puts = controls.items["put"]
+        deleting = controls.hang("delete")
+        store(engine, prompt(45, CHUNK))
+        assert deleting.wait(PATIENCE_S)
+        store(engine, prompt(46, CHUNK))  # there is room for it, too, once the deeper chunk has left
+        assert eventually(lambda: len(tier.writes._ready) == 1)
+        assert controls.items["put"] == puts
+        controls.let_go("delete")
+        settle(engine)
+        assert controls.items["put"] == puts + 2
+        assert controls.calls["delete"] == 1
+
+
+@pytest.mark.parametrize("tier", [cpu(), remote()], ids=["cpu", "remote"])
+def test_what_is_pinned_is_not_cleared(tier: dict[str, object]) -> None:
+    tokens, other = prompt(49, 2 * CHUNK), prompt(50, CHUNK)
+    with build(Controls(), tier) as engine:
+        store(engine, tokens)
+        store(engine, other)
+        settle(engine)
+        pinned = engine.pin(tokens)
+        assert engine.clear() == {tier["name"]: 1}
+        assert retrieve(engine, tokens) == 2 * CHUNK
+        engine.unpin(pinned.lookup_id)
+        assert engine.clear() == {tier["name"]: 2}
         settle(engine)
 
 

@@ -77,6 +77,14 @@ class OracleKV:
         self.scattered.append((first_token, num_tokens))
 
 
+class BlankKV:
+    """KV of zeros, for parts that the oracle doesn't know."""
+
+    def gather(self, first_token: int, num_tokens: int, payload: Sequence[memoryview]) -> None:
+        for segment in payload:
+            segment[:] = bytes(len(segment))
+
+
 class LayeredKV(OracleKV):
     """The same, a layer at a time."""
 
