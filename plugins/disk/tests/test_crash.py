@@ -15,7 +15,7 @@ import pytest
 from lmcache_core.sdk import BackendClosed, Status
 
 from .scenarios import CAPACITY, SCENARIOS, UNHARMED
-from .support import MIB, PAGE, Call, Disk, Host, occupied_nbytes
+from .support import MIB, PAGE, Call, Disk, Host, content, occupied_nbytes
 
 OpenDisk = Callable[..., Disk]
 
@@ -232,6 +232,22 @@ def test_slots_without_a_record_and_records_without_a_slot_are_swept(open_disk: 
     assert disk.keys() == ["k-1", "k-2", "k-3"]
     assert disk.backend.stats().counters["free_slot_bytes"] == 8192
     check_accounts(disk)
+
+
+def test_a_record_without_a_slot_does_not_come_back_with_what_is_written_there_next(
+    open_disk: OpenDisk,
+) -> None:
+    disk = open_disk()
+    disk.put("lost", 1, 2)
+    disk.put("kept", 2, 2)
+    slot = disk.slot_files()[0]
+    disk.close()
+    slot.unlink()
+    open_disk().close()
+    slot.write_bytes(content(9, 2 * PAGE))  # as a kill between a value's bytes and its record leaves it
+    disk = open_disk()
+    assert disk.keys() == ["kept"]
+    assert disk.holds("kept", 2, 2)
 
 
 def test_nothing_hangs_when_threads_put_while_one_closes(open_disk: OpenDisk) -> None:

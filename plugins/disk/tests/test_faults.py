@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from lmcache_core.sdk import BackendError, PermissionDenied, Status
+from lmcache_core_disk.files import Files
 
-from .support import MIB, Disk, Host, ProbedFiles, occupied_nbytes
+from .support import MIB, PAGE, Disk, Host, ProbedFiles, content, occupied_nbytes
 
 OpenDisk = Callable[..., Disk]
 
@@ -89,6 +90,38 @@ def test_a_slot_that_failed_to_be_written_is_not_used_again(disk: Disk, faults: 
     assert disk.put("new", 3, 4).status is Status.OK
     assert disk.holds("new", 3, 4)
     assert disk.holds("old", 2, 4)
+
+
+def test_a_record_that_arrived_though_its_write_failed_never_names_anothers_bytes(
+    open_disk: OpenDisk,
+) -> None:
+    class Unsure(Files):
+        """Journal writes fail: before anything is written, or when all has been."""
+
+        fails = ""
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            of_journal = len(buffers[0]) % PAGE != 0
+            if of_journal and self.fails == "before":
+                raise OSError(errno.EIO, "EIO")
+            written = super().pwritev(fd, buffers, offset)
+            if of_journal and self.fails == "after":
+                raise OSError(errno.EIO, "EIO")
+            return written
+
+    files = Unsure()
+    disk = open_disk(files=files)
+    disk.put("first", 1, 4)
+    files.fails = "after"
+    assert disk.put("a", 2, 4).status is Status.FAILED
+    files.fails = "before"
+    assert disk.put("b", 3, 4).status is Status.FAILED
+    files.fails = ""
+    disk.close()
+    disk = open_disk()
+    assert disk.holds("first", 1, 4)
+    outcome, value = disk.get("a")
+    assert outcome.status is Status.MISS or value == content(2, 4 * PAGE)
 
 
 def test_a_full_file_system_gets_our_free_slots_back(disk: Disk, faults: Faults) -> None:

@@ -169,6 +169,22 @@ def test_a_slot_being_read_is_not_recycled_until_the_reader_leaves(open_disk: Op
     assert free >= 4 * PAGE, "and its slot was freed when it left"
 
 
+def test_a_slot_with_two_readers_is_not_recycled_until_both_have_left(disk: Disk) -> None:
+    disk.put("a", 1, 4)
+    assert disk.backend._store is not None
+    catalog = disk.backend._store.catalog
+    value = catalog.acquire(StorageKey("a"))
+    assert value is not None
+    assert catalog.acquire(StorageKey("a")) is value
+    disk.delete("a")
+    catalog.release(value)
+    disk.put("b", 2, 4)
+    assert disk.backend.stats().counters["recycled_slots"] == 0
+    catalog.release(value)
+    disk.put("c", 3, 4)
+    assert disk.backend.stats().counters["recycled_slots"] == 1
+
+
 def test_concurrent_puts_of_a_key_leave_one_whole_value(disk: Disk) -> None:
     start = threading.Barrier(4)
 
