@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import transformers as t
 from tiny_models import SIZES, gpt2, greedy, llama, made, prompt, tiers
 
 from lmcache_core.connectors.transformers import CachedGenerator
+from lmcache_core.connectors.transformers.workspace import RoomyLayer
 from lmcache_core.errors import ConfigError, LMCacheError, UnsupportedModel
 from lmcache_core.events import Event, Retrieved
 
@@ -371,6 +372,50 @@ def test_a_model_of_another_dtype_by_now_is_refused_with_the_reason() -> None:
         model.to(torch.bfloat16)
         with pytest.raises(LMCacheError, match=r"became torch\.bfloat16 on cpu.*make a new"):
             generator.generate(prompt(80), max_new_tokens=2)
+
+
+@pytest.fixture
+def takes_kv_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """From now on, models keep their KV elsewhere than in the cache they get, once it has more tokens."""
+
+    def from_tokens(most: int) -> None:
+        update = RoomyLayer.update
+
+        def moving(self: RoomyLayer, *states: torch.Tensor, **options: Any) -> Any:
+            keys, values = update(self, *states, **options)
+            if keys.shape[2] > most:
+                self.keys, self.values = keys.clone(), values.clone()
+            return keys, values
+
+        monkeypatch.setattr(RoomyLayer, "update", moving)
+
+    return from_tokens
+
+
+@pytest.mark.parametrize("config", [None, t.GenerationConfig(max_new_tokens=NEW)])  # type: ignore[no-untyped-call]
+def test_kv_that_leaves_the_cache_in_a_prompt_is_refused_and_never_stored(
+    generator: CachedGenerator, takes_kv_away: Callable[[int], None], config: t.GenerationConfig | None
+) -> None:
+    takes_kv_away(100)
+    tokens = prompt(130)
+    with pytest.raises(UnsupportedModel, match=r"after 1(30|29) tokens this model's KV isn't in the cache"):
+        generator.generate(tokens, max_new_tokens=NEW, generation_config=config)
+    assert generator.engine.lookup(tokens).num_tokens == 0
+
+
+@pytest.mark.parametrize("config", [None, t.GenerationConfig(max_new_tokens=NEW)])  # type: ignore[no-untyped-call]
+def test_kv_that_leaves_the_cache_in_an_answer_is_not_stored(
+    model: Any,
+    generator: CachedGenerator,
+    takes_kv_away: Callable[[int], None],
+    config: t.GenerationConfig | None,
+) -> None:
+    takes_kv_away(136)
+    tokens = prompt(134)
+    [answer] = answers(generator, tokens, generation_config=config)
+    assert answer == greedy(model, tokens, NEW)
+    held = generator.engine.lookup([*tokens, *answer]).num_tokens
+    assert held == (128 if config is None else 0)  # sampling stores a prompt with its answer
 
 
 def test_weights_that_change_while_a_request_runs_leave_nothing_behind(tmp_path: Path) -> None:

@@ -330,6 +330,11 @@ def test_switching_and_disabling_adapters_is_followed() -> None:
         assert adapters.fingerprint() == b""
     model.set_adapter("first")
     assert adapters.fingerprint() == a
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    layer.set_scale("first", 0.5)
+    c = adapters.fingerprint()
+    layer.set_scale("first", 1.0)
+    assert c != a == adapters.fingerprint()
     assert not watch.changed()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from lmcache_core.connectors.transformers.forward import Forward, cache_of
-from lmcache_core.connectors.transformers.workspace import Batch, RowKV
+from lmcache_core.connectors.transformers.workspace import Batch, RoomyLayer, RowKV
 from lmcache_core.engine import CacheEngine
 from lmcache_core.errors import UnsupportedModel
 from lmcache_core.identity import TAIL_UNIT, Content
@@ -81,9 +81,15 @@ class Run:
                 by_tier = dict(Counter(by_tier) - Counter([list(by_tier)[-1]]))
         logits = None
         if loaded < num_tokens:
-            cache = cache_of(self._model, batch.row_layers(row, loaded))
+            layers = batch.row_layers(row, loaded)
             positions = torch.arange(loaded, num_tokens).unsqueeze(0)
-            logits = self._forward(tokens[loaded:num_tokens].unsqueeze(0), cache, positions)
+            new = tokens[loaded:num_tokens].unsqueeze(0)
+            logits = self._forward(new, cache_of(self._model, layers), positions)
+            if not _filled(layers, num_tokens):
+                raise UnsupportedModel(
+                    f"after {num_tokens} tokens this model's KV isn't in the cache it was given: it drops or "
+                    "rewrites some"
+                )
         # With fewer tokens computed nothing is new, and storing only says that what was loaded is in use.
         if num_tokens == len(tokens) and (num_tokens - loaded < TAIL_UNIT or self._unchanged()):
             self._keep(content, kv)
@@ -103,8 +109,8 @@ class Run:
             answers.append([int(logits.argmax())])
             seconds.append(time.perf_counter() - self._started)
             prompts.append(report)
-        self._decode(batch, answers, max_new_tokens, eos)
-        return self._results(batch, answers, prompts, seconds)
+        filled = self._decode(batch, answers, max_new_tokens, eos)
+        return self._results(batch, answers, prompts, seconds, filled=filled)
 
     def sample(self, batch: Batch, config: GenerationConfig) -> list[Generation]:
         """Leaves each row's last prompt token, and all that follow, to the model's own `generate`."""
@@ -126,31 +132,32 @@ class Run:
         ends = ids_of(self._model.generation_config.eos_token_id if eos is None else eos)
         answers = [_until(row.tolist(), ends) for row in output[:, batch.length :]]
         seconds = [first.at - self._started] * len(self._rows)
-        if not all(layer.in_place for layer in layers):
-            return [
-                Generation(tokens=tuple(a), prompt=p, first_token_s=s)
-                for a, p, s in zip(answers, prompts, seconds, strict=True)
-            ]
-        return self._results(batch, answers, prompts, seconds)
+        filled = _filled(layers, output.shape[1] - 1)
+        return self._results(batch, answers, prompts, seconds, filled=filled)
 
     def _decode(
         self, batch: Batch, answers: list[list[int]], max_new_tokens: int, eos: frozenset[int]
-    ) -> None:
-        """Appends tokens to each answer until it has ended or is long enough, all rows in one forward."""
-        cache = cache_of(self._model, batch.layers(batch.length))
+    ) -> bool:
+        """Appends tokens to each answer until it has ended or is long enough, all rows in one forward.
+
+        Returns whether the KV of all tokens but the last is in `batch`.
+        """
+        layers = batch.layers(batch.length)
+        cache = cache_of(self._model, layers)
         mask = batch.mask(batch.length + max_new_tokens) if any(batch.padding) else None
         positions = torch.tensor([[len(tokens)] for tokens in self._rows])
         tokens = torch.tensor(answers)
         for step in range(1, max_new_tokens):
             running = [answer for answer in answers if answer[-1] not in eos]
             if not running:
-                return
+                break
             seen = None if mask is None else mask[:, : batch.length + step]
             tokens = self._forward(tokens, cache, positions, seen).argmax(-1, keepdim=True)
             positions = positions + 1
             for answer, token in zip(answers, tokens[:, 0].tolist(), strict=True):
                 if answer[-1] not in eos:
                     answer.append(token)
+        return _filled(layers, batch.length + max(map(len, answers)) - 1)
 
     def _results(
         self,
@@ -158,9 +165,11 @@ class Run:
         answers: Sequence[Sequence[int]],
         prompts: Sequence[PromptReport],
         seconds: Sequence[float],
+        *,
+        filled: bool,
     ) -> list[Generation]:
         """Stores the answers too, for chats that go on: all but the last token, whose KV nobody computed."""
-        keep = self._store and self._unchanged()
+        keep = self._store and filled and self._unchanged()
         for row, answer in enumerate(answers):
             content = self.contents[row]
             if content is not None and keep:
@@ -193,6 +202,11 @@ class _FirstStep(LogitsProcessor):
                     f"{self._num_slots}; only greedy decoding (no generation_config) is offered for it"
                 )
         return scores
+
+
+def _filled(layers: Sequence[RoomyLayer], num_slots: int) -> bool:
+    """Whether the KV of exactly these slots lies in the batch's memory, and not in the model's own."""
+    return all(layer.in_place and layer.get_seq_length() == num_slots for layer in layers)
 
 
 def ids_of(eos: SupportsIndex | Iterable[SupportsIndex] | None) -> frozenset[int]:

@@ -127,8 +127,10 @@ def _probe(model: PreTrainedModel, forward: Forward) -> KVShape:
     workspace = Workspace(shape)
     with workspace.batch([_PROBE_TOKENS], 0) as batch:
         _place(batch, 0, computed, _PROBE_PREFIX)
-        loaded = cache_of(model, batch.row_layers(0, _PROBE_PREFIX))
-        again = forward(tokens[:, _PROBE_PREFIX:], loaded, positions[:, _PROBE_PREFIX:])
+        layers = batch.row_layers(0, _PROBE_PREFIX)
+        again = forward(tokens[:, _PROBE_PREFIX:], cache_of(model, layers), positions[:, _PROBE_PREFIX:])
+        if not all(layer.in_place for layer in layers):
+            raise UnsupportedModel(f"{name} takes its KV out of the cache it is given")
         if _error(again, logits) > tolerance:
             raise UnsupportedModel(f"{name}: continuing from cached KV gives other logits than computing it")
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +115,7 @@ class Batch:
     def row(self, row: int) -> RowKV:
         return RowKV(self.planes, row, self.padding[row])
 
-    def row_layers(self, row: int, num_tokens: int) -> list[Any]:
+    def row_layers(self, row: int, num_tokens: int) -> list[RoomyLayer]:
         """Layers of a batch of one: this row, without its padding, with its first tokens filled in."""
         here = slice(row, row + 1)
         pad = self.padding[row]
@@ -129,7 +128,7 @@ class Batch:
             mask[row, :pad] = 0
         return mask
 
-    def layers(self, num_slots: int) -> list[Any]:
+    def layers(self, num_slots: int) -> list[RoomyLayer]:
         """Layers of the whole batch with its first slots (padding included) filled in."""
         return [RoomyLayer(keys, values, num_slots) for keys, values in self.planes]
 
