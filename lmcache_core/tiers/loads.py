@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from lmcache_core.storage import Job, Outcome, Status
+from lmcache_core.storage import Job, Outcome, Priority, Status
 from lmcache_core.tiers.jobs import LoadJob
 
 LATE = Outcome(status=Status.TIMEOUT)
@@ -15,8 +15,9 @@ LATE = Outcome(status=Status.TIMEOUT)
 class LoadQueue:
     """Holds loads back instead of having them refused as busy. Thread-safe; never blocks.
 
-    Bytes count until the backend has let go of them, so a hung store fills the bound; what waits then
-    ends at its deadline, at the latest when the next request comes.
+    The more urgent go first, then those that came first. Bytes count until the backend has let go of them,
+    so a hung store fills the bound; what waits then ends at its deadline, at the latest when the next
+    request comes.
     """
 
     def __init__(self, most_bytes: int, submit: Callable[[Job], None], clock: Callable[[], float]) -> None:
@@ -24,23 +25,26 @@ class LoadQueue:
         self._submit = submit
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
-        self._waiting: deque[LoadJob] = deque()
+        self._waiting: tuple[deque[LoadJob], ...] = tuple(deque() for _ in Priority)
         self._bytes = 0
         self._advancing = False
 
     def add(self, job: LoadJob) -> None:
         job.on_finished(lambda: self._finished(job.nbytes))
         with self._lock:
-            self._waiting.append(job)
+            self._waiting[job.priority].append(job)
         self._advance()
 
     def expire(self) -> None:
         """Ends what has waited past its deadline."""
         now = self._clock()
+        late: list[LoadJob] = []
         with self._lock:
-            late = [job for job in self._waiting if job.deadline <= now]
-            if late:
-                self._waiting = deque(job for job in self._waiting if job.deadline > now)
+            for waiting in self._waiting:
+                jobs = list(waiting)
+                waiting.clear()
+                for job in jobs:
+                    (late if job.deadline <= now else waiting).append(job)
         for job in late:
             job.give_up(LATE)
 
@@ -66,11 +70,10 @@ class LoadQueue:
     def _next(self) -> LoadJob | None:
         """The next that may go, its bytes counted; None: none may, and the advance is over."""
         with self._lock:
-            if self._waiting:
-                job = self._waiting[0]
-                if not self._bytes or self._bytes + job.nbytes <= self._most_bytes:
-                    self._waiting.popleft()
-                    self._bytes += job.nbytes
-                    return job
+            waiting = next(filter(None, self._waiting), None)
+            if waiting and (not self._bytes or self._bytes + waiting[0].nbytes <= self._most_bytes):
+                job = waiting.popleft()
+                self._bytes += job.nbytes
+                return job
             self._advancing = False
             return None

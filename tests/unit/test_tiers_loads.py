@@ -30,7 +30,7 @@ class Store:
         self.queue = LoadQueue(MOST_BYTES, self.submit, lambda: 0.0)
         self._lock = threading.Lock()  # guards `running` and `most_in_flight`
 
-    def ask(self, number: int) -> None:
+    def ask(self, number: int, priority: Priority = Priority.LOAD) -> None:
         copy = Resident(key_of(number), FRAME_NBYTES, FRAME_NBYTES)
         pool: Any = None  # no job here comes as far as taking memory
         self.queue.add(
@@ -39,7 +39,7 @@ class Store:
                 [Wanted(copy, FRAME_NBYTES)],
                 lambda wanted, lease, header, outcome: self.ended.append((wanted.copy.key, outcome.status)),
                 tier="slow",
-                priority=Priority.LOAD,
+                priority=priority,
                 deadline=1.0,
                 allocate_until=lambda: 1.0,
             )
@@ -59,8 +59,9 @@ class Store:
         job.finished()
 
     def end_one(self) -> bool:
+        """Of those that run, the one that has waited longest."""
         with self._lock:
-            job = self.running.pop() if self.running else None
+            job = self.running.pop(0) if self.running else None
         if job is not None:
             self.end(job)
         return job is not None
@@ -114,3 +115,15 @@ def test_what_waits_past_its_deadline_ends_without_being_asked_for() -> None:
     store.queue.expire()
     assert store.ended == [(key_of(number), Status.TIMEOUT) for number in (4, 5)]
     assert len(store.running) == 4
+
+
+def test_what_somebody_waits_for_goes_before_what_is_only_prefetched() -> None:
+    store = Store()
+    for number in range(6):
+        store.ask(number, Priority.PREFETCH)
+    store.ask(6)
+    store.ask(7)
+    assert [job.priority for job in store.running] == [Priority.PREFETCH] * 4
+    while store.end_one():
+        pass
+    assert [key for key, _ in store.ended] == [key_of(number) for number in (0, 1, 2, 3, 6, 7, 4, 5)]
