@@ -149,7 +149,7 @@ def _read_tokens(file: Path) -> array[int]:
         text = file.read_text(encoding="utf-8-sig")
         ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
         return array("i", token_bytes(ids))
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # the last: of lists in lists
         raise click.ClickException(f"{file}: not a list of token ids: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
@@ -38,11 +39,22 @@ class _LazyGroup(click.Group):
             commands = _plugin_commands()
             if cmd_name not in commands:
                 _check_that_none_is_broken(cmd_name)
-            return commands.get(cmd_name)  # for None, click says what it thinks was meant
+            return commands.get(cmd_name)
         command = import_module(_COMMANDS[cmd_name][0]).command
         if not isinstance(command, click.Command):
             raise TypeError(f"{_COMMANDS[cmd_name][0]}.command is not a click command")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:  # click itself knows no names of ours to suggest
+            close = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not close or isinstance(error, click.NoSuchOption):
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = {name: command.get_short_help_str() for name, command in _plugin_commands().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 BackendClass = type[Backend[Any]]  # each backend has its own config class
 T = TypeVar("T")
+
+_PACKAGE = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 LIKE = 0.7
 """How alike a name must be to be suggested: `stores` for `store`, but not `disk` for `redis`."""
@@ -137,7 +140,7 @@ class Registry:
         parts.append(self._installed())
         if failed := sum(plugin.state is not PluginState.OK for plugin in self.plugins):
             parts.append(f"`lmcache-core plugins` lists {failed} more that can't be used")
-        if not close:
+        if not close and _PACKAGE.fullmatch(name):  # else it is nothing to type after a command
             parts.append(f"a published one is installed by name, such as `pip install lmcache-core-{name}`")
         return "; ".join(parts)
 

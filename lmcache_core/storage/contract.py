@@ -186,7 +186,10 @@ class Host(Protocol):
 
     @property
     def capacity_bytes(self) -> int | None:
-        """The bound on everything this tier keeps in its medium, temporaries and index included."""
+        """The bound on everything this tier keeps in its medium, temporaries and index included.
+
+        The core evicts before it puts. What would exceed the bound all the same is FULL.
+        """
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -261,7 +261,9 @@ def test_a_plugins_command_is_listed_and_run_and_cant_replace_one_of_ours(
 
 
 def test_an_unknown_command_is_refused(run: Callable[..., Result]) -> None:
-    assert "No such command 'confog'" in run("confog").output
+    assert "No such command 'confog'. Did you mean 'config'?" in run("confog").output
+    assert "Did you mean" not in run("zzz").output
+    assert "No such option" in run("--confog").output
 
 
 def test_the_command_of_a_plugin_that_cannot_be_used_says_why(
@@ -310,7 +312,9 @@ def test_explain_asks_for_what_it_needs(
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00", b"[1, 2, -5]", b"[4294967296]", b'["a"]', b"{}", b"[[1]]"]
+    "content",
+    [b"\xff\xfe\x00", b"[1, 2, -5]", b"[4294967296]", b'["a"]', b"{}", b"[[1]]", b"[" * 100_000],
+    ids=["binary", "negative", "too large", "text", "a mapping", "a list in it", "lists without end"],
 )
 def test_a_file_that_holds_no_token_ids_is_one_error(run: Callable[..., Result], content: bytes) -> None:
     Path("tokens").write_bytes(content)

@@ -222,6 +222,14 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_broken_ones(found:
     assert "did you mean" not in found.backend["nothing"].replace("'notclass'", "")
 
 
+def test_a_name_that_no_package_can_have_is_not_put_into_a_command() -> None:
+    with pytest.raises(PluginError, match="no installed plugin offers") as told:
+        Registry().backend("x; rm -rf ~")
+    assert "pip install" not in str(told.value)
+    with pytest.raises(PluginError, match="`pip install lmcache-core-x`"):
+        Registry().backend("x")
+
+
 def test_a_name_that_is_only_a_little_alike_is_not_suggested(found: Found) -> None:
     assert "did you mean" not in found.backend["redis"]
 
