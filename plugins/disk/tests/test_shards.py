@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_core.sdk import BackendUnavailable, ConfigError, Status
+from lmcache_core_disk.files import Files
 
 from .support import MIB, PAGE, Disk, Host, ProbedFiles, occupied_nbytes
 
@@ -59,6 +62,32 @@ def test_a_shard_that_another_process_holds_names_it(open_disk: OpenDisk) -> Non
         BackendUnavailable, match=r"in use \(shard-000 by process 1\); end what holds it, or raise"
     ):
         open_disk()
+
+
+def test_a_shard_whose_lock_was_tidied_away_still_has_one_owner(open_disk: OpenDisk) -> None:
+    disk = open_disk()
+    disk.put("k", 1)
+    for lock in (disk.path / "shard-000" / "lock", disk.path / "lock"):
+        lock.unlink()
+    with pytest.raises(BackendUnavailable, match="in use"):
+        open_disk()
+    disk.close()
+    assert open_disk().holds("k", 1)
+
+
+def test_a_file_system_that_locks_no_directories_is_good_enough(open_disk: OpenDisk) -> None:
+    class FilesOnly(Files):
+        def lock(self, fd: int) -> bool:
+            if stat.S_ISDIR(self.fstat(fd).st_mode):
+                raise OSError(errno.EBADF, "EBADF")
+            return super().lock(fd)
+
+    disk = open_disk(files=FilesOnly())
+    disk.put("k", 1)
+    with pytest.raises(BackendUnavailable, match="in use"):
+        open_disk(files=FilesOnly())
+    disk.close()
+    assert open_disk().holds("k", 1)
 
 
 def test_a_process_adopts_the_shard_last_written_for_its_parts(open_disk: OpenDisk) -> None:

@@ -287,6 +287,24 @@ def test_a_value_damaged_behind_our_back_is_a_miss_and_reported(disk: Disk, dama
     assert disk.holds("b", 3, 4)
 
 
+def test_a_value_found_damaged_while_it_is_put_anew_does_not_take_the_new_one_with_it(
+    open_disk: OpenDisk,
+) -> None:
+    def before(name: str, argument: object) -> None:
+        if name == "preadv" and armed:
+            armed.pop()
+            disk.put("a", 2, 4)
+
+    armed: list[bool] = []
+    disk = open_disk(files=ProbedFiles(before))
+    token = disk.put("a", 1, 4).token
+    os.truncate(disk.slot_files()[0], PAGE)
+    armed.append(True)
+    assert disk.get("a")[0].status is Status.MISS
+    assert [told for _, told, _ in disk.host.lost_copies] == [token]
+    assert disk.holds("a", 2, 4)
+
+
 @pytest.mark.parametrize("removed", [".", "shard-000", "shard-000/slots"])
 def test_a_directory_removed_while_in_use_costs_one_put_and_is_made_anew(disk: Disk, removed: str) -> None:
     disk.put("a", 1, 4)

@@ -276,7 +276,7 @@ class Shard:
         try:
             self.fd = self._files.open_directory(self.name, self._root_fd)
             self._lock_fd = self._files.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd)
-            if not self._files.lock(self._lock_fd):
+            if not (self._files.lock(self._lock_fd) and self._lock_directory()):
                 return False
         except OSError:
             self.close()
@@ -284,6 +284,13 @@ class Shard:
         _watch_forks()
         _owned.add(self)
         return True
+
+    def _lock_directory(self) -> bool:
+        """Locks the directory itself, too: who tidies up may remove the lock's file, as it grows old."""
+        try:
+            return self._files.lock(self.fd)
+        except OSError:  # a file system that locks only files, written to
+            return True
 
     def prepare(self) -> None:
         """Opens the slots, and writes this process's number where others look for the holder."""
@@ -347,9 +354,11 @@ class Shard:
 
     def let_go_in_child(self) -> None:
         """In a forked child: the lock stays the parent's alone, and ends with it."""
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        fds = (self._lock_fd, self.fd)
+        self._lock_fd = self.fd = -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
 
 _owned: weakref.WeakSet[Shard] = weakref.WeakSet()
