@@ -212,6 +212,18 @@ def test_an_answer_is_part_of_the_next_turns_prefix(generator: CachedGenerator) 
     assert second.prompt.num_loaded_tokens == (100 + 39) // 16 * 16
 
 
+@pytest.mark.parametrize("config", [None, t.GenerationConfig(max_new_tokens=NEW)])  # type: ignore[no-untyped-call]
+def test_the_last_token_of_an_answer_has_no_kv_and_none_is_stored(
+    model: Any, generator: CachedGenerator, config: t.GenerationConfig | None
+) -> None:
+    tokens = prompt(96 - NEW)
+    [answer] = answers(generator, tokens, generation_config=config)
+    turn = [*tokens, *answer, *prompt(5, seed=9)]  # 96 tokens could be a tail, were all of them computed
+    [result] = generator.generate(turn, max_new_tokens=NEW)
+    assert result.tokens == greedy(model, turn, NEW)
+    assert result.prompt.num_loaded_tokens == 80
+
+
 def test_sampling_goes_on_from_the_loaded_prefix(model: Any, generator: CachedGenerator) -> None:
     rows = [prompt(150, seed=1), prompt(260, seed=2)]
     generator.generate(rows, max_new_tokens=1)
