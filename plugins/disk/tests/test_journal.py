@@ -68,6 +68,15 @@ def test_a_flipped_byte_ends_the_replay_there(
     assert found.values.keys() == replay(memory[: found.end]).values.keys()
 
 
+@settings(max_examples=50, deadline=None)
+@given(steps=operations)
+def test_records_that_come_a_second_time_are_none(steps: list[tuple[bool, StorageKey, int]]) -> None:
+    memory, model = journal_of(steps)
+    found = replay(memory + memory[len(START) :])
+    assert (found.end, found.torn) == (len(memory), bool(steps))
+    assert {key: (value.token, value.slot) for key, value in found.values.items()} == model
+
+
 @settings(max_examples=200, deadline=None)
 @given(memory=st.binary(max_size=400))
 def test_replay_survives_any_bytes(memory: bytes) -> None:

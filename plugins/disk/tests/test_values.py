@@ -325,6 +325,23 @@ def test_a_directory_removed_while_in_use_costs_one_put_and_is_made_anew(disk: D
     again.close()
 
 
+@pytest.mark.parametrize("cut", [None, 0, 5000])
+def test_a_journal_removed_or_cut_while_in_use_is_written_anew(disk: Disk, cut: int | None) -> None:
+    for number in range(100):
+        disk.put(f"k-{number}", number)
+    journal = disk.path / "shard-000" / "journal"
+    if cut is None:
+        journal.unlink()
+    else:
+        os.truncate(journal, cut)
+    disk.put("after", 7)
+    assert disk.backend.stats().used_bytes >= occupied_nbytes(disk.path)
+    disk.close()
+    again = Disk(disk.path)
+    assert again.keys() == [*(f"k-{number}" for number in range(100)), "after"]
+    again.close()
+
+
 def test_what_others_put_in_the_place_of_a_removed_directory_is_not_kept_unknown(tmp_path: Path) -> None:
     disk, other = Disk(tmp_path / "cache"), Disk(tmp_path / "other")
     other.put("theirs", 1, 4)

@@ -180,12 +180,14 @@ class Journal:
         self.charged_nbytes = 2 * self._nbytes
 
     def append(self, record: bytes, records: Callable[[], Sequence[bytes]]) -> None:
-        """Writes one record; `records` gives the live ones when the journal must be compacted first.
+        """Writes one record; `records` gives the live ones when the journal must be written anew first.
 
         Raises:
             JournalFull: the capacity allows no longer journal. OSError: it couldn't be written.
                 Either way the record does not count.
         """
+        if self._was_removed():
+            self._rewrite(records(), self._nbytes)
         if self._end + len(record) > self._nbytes:
             self._make_room(len(record), records)
         if self._files.pwritev(self._fd, [memoryview(record)], self._end) != len(record):
@@ -196,6 +198,11 @@ class Journal:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._files.close(fd)
+
+    def _was_removed(self) -> bool:
+        """Whether somebody unlinked or cut the file: what is appended now would not be there next time."""
+        status = self._files.fstat(self._fd)
+        return status.st_nlink == 0 or status.st_size < self._nbytes
 
     def _make_room(self, nbytes: int, records: Callable[[], Sequence[bytes]]) -> None:
         needed = len(_START) + self.live_nbytes + nbytes
