@@ -495,6 +495,31 @@ def test_each_adapter_sees_its_own_kv_and_the_base_model_its_own() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapter_switched_while_a_request_runs_leaves_nothing_behind() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(llama(), config, adapter_name="first")
+    model.add_adapter("second", config)
+    model.eval()
+    tokens = prompt(130)
+
+    class Switch:
+        def on_event(self, event: Event) -> None:
+            model.set_adapter("second")
+
+    with CachedGenerator(model, tiers()) as generator:
+        stop = generator.engine.subscribe(Switch(), Retrieved)  # before the prompt is computed
+        generator.generate(tokens, max_new_tokens=NEW)
+        stop()
+        model.set_adapter("first")
+        [result] = generator.generate(tokens, max_new_tokens=NEW)
+        assert result.tokens == greedy(model.get_base_model(), tokens, NEW)
+        assert result.prompt.num_loaded_tokens == 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_disabling_a_merged_adapter_never_meets_the_merged_kv() -> None:
     from peft import LoraConfig, get_peft_model
 
