@@ -209,6 +209,7 @@ def _storage_tier(
         capacity_bytes=config.capacity,
         deadline_s=config.deadline,
         max_queued=config.queue,
+        max_in_flight=config.max_in_flight,
         in_flight_bytes=config.in_flight_bytes,
         allocate_deadline_s=cache.allocate_deadline,
         keeps_waiting=not chain.has_memory_tier,

@@ -1,4 +1,4 @@
-"""Loads that wait for their turn: a tier is asked for no more bytes at once than it may have in flight."""
+"""Loads that wait for their turn: a tier is asked for no more at once than it may have in flight, or wait."""
 
 from __future__ import annotations
 
@@ -15,18 +15,26 @@ LATE = Outcome(status=Status.TIMEOUT)
 class LoadQueue:
     """Holds loads back instead of having them refused as busy. Thread-safe; never blocks.
 
-    The more urgent go first, then those that came first. Bytes count until the backend has let go of them,
-    so a hung store fills the bound; what waits then ends at its deadline, at the latest when the next
-    request comes.
+    The more urgent go first, then those that came first. A job and its bytes count until the backend has let
+    go of them, so a hung store fills the bounds; what waits then ends at its deadline, at the latest when the
+    next request comes.
     """
 
-    def __init__(self, most_bytes: int, submit: Callable[[Job], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        most_bytes: int,
+        most_jobs: Callable[[], int],
+        submit: Callable[[Job], None],
+        clock: Callable[[], float],
+    ) -> None:
         self._most_bytes = most_bytes
+        self._most_jobs = most_jobs
         self._submit = submit
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
         self._waiting: tuple[deque[LoadJob], ...] = tuple(deque() for _ in Priority)
         self._bytes = 0
+        self._jobs = 0
         self._advancing = False
 
     def add(self, job: LoadJob) -> None:
@@ -51,6 +59,7 @@ class LoadQueue:
     def _finished(self, nbytes: int) -> None:
         with self._lock:
             self._bytes -= nbytes
+            self._jobs -= 1
         self._advance()
 
     def _advance(self) -> None:
@@ -71,9 +80,13 @@ class LoadQueue:
         """The next that may go, its bytes counted; None: none may, and the advance is over."""
         with self._lock:
             waiting = next(filter(None, self._waiting), None)
-            if waiting and (not self._bytes or self._bytes + waiting[0].nbytes <= self._most_bytes):
+            if waiting and (not self._jobs or self._fits(waiting[0])):
                 job = waiting.popleft()
                 self._bytes += job.nbytes
+                self._jobs += 1
                 return job
             self._advancing = False
             return None
+
+    def _fits(self, job: LoadJob) -> bool:
+        return self._bytes + job.nbytes <= self._most_bytes and self._jobs < self._most_jobs()

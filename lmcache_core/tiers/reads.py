@@ -36,6 +36,10 @@ class ReadSource(Protocol):
     def deletes(self) -> bool: ...
     @property
     def max_batch(self) -> int: ...
+    @property
+    def max_loads(self) -> int:
+        """Batches of loads the executor is given at once."""
+
     def submit(self, job: Job) -> None: ...
     def behind(self, function: Callable[[], None]) -> None:
         """Runs `function` on a thread where no Ctrl-C comes."""
@@ -57,7 +61,7 @@ class FrameReads:
         allocate_deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self.queue = LoadQueue(in_flight_bytes, tier.submit, clock)
+        self.queue = LoadQueue(in_flight_bytes, lambda: tier.max_loads, tier.submit, clock)
         self._tier = tier
         self._pool = pool
         self._hints = hints

@@ -47,6 +47,8 @@ class StorageTierOptions:
     capacity_bytes: int | None
     deadline_s: float
     max_queued: int
+    max_in_flight: int | None
+    """Calls at once, at most; None: as the backend says."""
     in_flight_bytes: int
     allocate_deadline_s: float
     keeps_waiting: bool
@@ -334,7 +336,13 @@ class StorageTier:
 
     @property
     def max_batches(self) -> int:
-        return max(1, self.capabilities.max_in_flight)
+        offered = max(1, self.capabilities.max_in_flight)
+        wanted = self._options.max_in_flight
+        return offered if wanted is None else min(offered, wanted)
+
+    @property
+    def max_loads(self) -> int:
+        return self.max_batches + self.max_queued // 2  # what waits for a slot shares the queue with the rest
 
     def submit(self, job: Job) -> None:
         executor = self._executor

@@ -144,6 +144,19 @@ def test_a_frame_that_needs_the_room_of_many_asks_a_store_for_no_more_deletes_at
         assert controls.calls["delete"] == controls.items["delete"] > 1
 
 
+def test_loads_that_are_more_than_may_wait_are_held_back_and_not_refused() -> None:
+    controls = Controls()
+    controls.capabilities = replace(controls.capabilities, max_batch=1, max_in_flight=8)
+    tokens = prompt(8, 12 * CHUNK)
+    with build(controls, remote(queue=4, max_in_flight=1)) as engine:
+        for chunks in range(1, 13):  # no more at once than may wait
+            store(engine, tokens[: chunks * CHUNK])
+            settle(engine)
+        assert engine.lookup(tokens).num_tokens == len(tokens)
+        assert retrieve(engine, tokens) == len(tokens)
+        settle(engine)
+
+
 def test_without_a_memory_tier_waiting_writes_are_not_given_up_for_later_ones() -> None:
     controls = Controls()
     tokens = prompt(7, 200 * CHUNK)

@@ -24,10 +24,11 @@ class Store:
 
     def __init__(self) -> None:
         self.refuses = False
+        self.most_jobs = 8
         self.running: list[LoadJob] = []
         self.ended: list[tuple[str, Status]] = []
         self.most_in_flight = 0
-        self.queue = LoadQueue(MOST_BYTES, self.submit, lambda: 0.0)
+        self.queue = LoadQueue(MOST_BYTES, lambda: self.most_jobs, self.submit, lambda: 0.0)
         self._lock = threading.Lock()  # guards `running` and `most_in_flight`
 
     def ask(self, number: int, priority: Priority = Priority.LOAD) -> None:
@@ -108,7 +109,7 @@ def test_nothing_is_forgotten_when_many_threads_ask_and_many_loads_end() -> None
 def test_what_waits_past_its_deadline_ends_without_being_asked_for() -> None:
     now = [0.0]
     store = Store()
-    store.queue = LoadQueue(MOST_BYTES, store.submit, lambda: now[0])
+    store.queue = LoadQueue(MOST_BYTES, lambda: 8, store.submit, lambda: now[0])
     for number in range(6):
         store.ask(number)
     now[0] = 1.0
@@ -127,3 +128,15 @@ def test_what_somebody_waits_for_goes_before_what_is_only_prefetched() -> None:
     while store.end_one():
         pass
     assert [key for key, _ in store.ended] == [key_of(number) for number in (0, 1, 2, 3, 6, 7, 4, 5)]
+
+
+def test_no_more_loads_are_asked_for_at_once_than_may_wait() -> None:
+    store = Store()
+    store.most_jobs = 2
+    for number in range(5):
+        store.ask(number)
+    assert len(store.running) == 2
+    store.most_jobs = 0
+    while store.end_one():
+        assert len(store.running) <= 1  # one always may
+    assert len(store.ended) == 5
