@@ -511,6 +511,18 @@ def test_concurrent_retrieves_of_one_prompt_share_its_reads() -> None:
         settle(engine)
 
 
+def test_each_frame_comes_from_the_nearest_tier_that_has_it() -> None:
+    tokens = prompt(51, 4 * CHUNK)
+    with build(Controls(), cpu(), remote(promote="never")) as engine:
+        store(engine, tokens)
+        settle(engine)
+        engine.clear(tokens[:CHUNK], search_range=["cpu"])
+        assert engine.lookup(tokens).tokens_by_tier == {"remote": CHUNK, "cpu": 3 * CHUNK}
+        kv = OracleKV(tokens)
+        assert engine.retrieve(tokens, kv).tokens_by_tier == {"remote": CHUNK, "cpu": 3 * CHUNK}
+        settle(engine)
+
+
 def test_a_frame_that_its_tier_cannot_give_is_had_from_a_farther_one() -> None:
     near, far = Controls(), Controls()
     registry = faulty(near)
