@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_core.sdk import Status
+from lmcache_core_disk.files import Files
 
 from .support import MIB, PAGE, Disk, Host, ProbedFiles, occupied_nbytes
 
@@ -88,6 +91,29 @@ def test_a_full_store_keeps_what_it_has(open_disk: OpenDisk) -> None:
     assert disk.put("large", 1, 400).status is Status.FULL
     disk.delete("k-1")
     assert disk.put("again", 5, 16).status is Status.OK
+
+
+def test_files_that_occupy_a_block_more_than_their_bytes_stay_within_the_capacity(
+    open_disk: OpenDisk,
+) -> None:
+    class Extents(Files):
+        """Of a file system that needs a block of its own to list the extents of each slot."""
+
+        def fstat(self, fd: int) -> os.stat_result:
+            status = super().fstat(fd)
+            return SimpleNamespace(  # type: ignore[return-value]
+                st_blocks=status.st_blocks + PAGE // 512, st_size=status.st_size, st_nlink=status.st_nlink
+            )
+
+    disk = open_disk(files=Extents(), host=Host(capacity_bytes=MIB))
+    assert disk.put("odd", 1, 2).status is Status.OK  # so that the rest doesn't come out even
+    number = 0
+    while disk.put(f"k-{number}", number).status is Status.OK:
+        number += 1
+        stats = disk.backend.stats()
+        assert stats.capacity_bytes is not None
+        assert 2 * PAGE * number < stats.used_bytes <= stats.capacity_bytes
+    assert stats.used_bytes > stats.capacity_bytes - 3 * PAGE
 
 
 def test_free_slots_of_one_length_make_room_for_another(open_disk: OpenDisk) -> None:
