@@ -58,6 +58,7 @@ def test_a_range_is_read_and_one_beyond_the_end_is_a_miss(disk: Disk) -> None:
     assert outcome.status is Status.OK
     assert value == content(1, 5 * PAGE)[2 * PAGE : 4 * PAGE]
     assert disk.get("a", 2, offset=4 * PAGE, whole=False)[0].status is Status.MISS
+    assert disk.host.lost_copies == [], "the value is as good as before"
 
 
 def test_views_too_small_are_told_the_length(disk: Disk) -> None:
