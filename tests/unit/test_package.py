@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import lmcache_core
+
+ROOT = Path(__file__).parents[2]
 
 
 def modules_after(statement: str) -> set[str]:
@@ -55,3 +58,9 @@ def test_every_public_name_can_be_used(name: str) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'CasheEngine'"):
         lmcache_core.CasheEngine  # noqa: B018 (the access is the test)
+
+
+@pytest.mark.parametrize("folder", ["kernels", "conformance", "plugins/cpu", "plugins/disk", "plugins/redis"])
+def test_every_distribution_brings_its_licence(folder: str) -> None:
+    assert (ROOT / folder / "pyproject.toml").is_file()
+    assert (ROOT / folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
