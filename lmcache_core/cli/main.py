@@ -28,18 +28,20 @@ class _LazyGroup(click.Group):
     """Knows its commands by name; imports one when it runs. Plugins are asked only for other names."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({**_plugin_commands(), **_COMMANDS})
+        return sorted({*(command.name for command in _plugin_commands() if command.name), *_COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """
         Raises:
-            PluginError: the command is that of a plugin which is broken: says the cause.
+            PluginError: the command is that of a plugin which is broken: says the cause; or of several.
         """
         if cmd_name not in _COMMANDS:
-            commands = _plugin_commands()
-            if cmd_name not in commands:
+            found = [command for command in _plugin_commands() if command.name == cmd_name]
+            if len(found) > 1:
+                raise PluginError(f"{len(found)} plugins offer a command {cmd_name!r}: uninstall all but one")
+            if not found:
                 _check_that_none_is_broken(cmd_name)
-            return commands.get(cmd_name)
+            return found[0] if found else None
         command = import_module(_COMMANDS[cmd_name][0]).command
         if not isinstance(command, click.Command):
             raise TypeError(f"{_COMMANDS[cmd_name][0]}.command is not a click command")
@@ -57,7 +59,7 @@ class _LazyGroup(click.Group):
             raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = {name: command.get_short_help_str() for name, command in _plugin_commands().items()}
+        rows = {str(command.name): command.get_short_help_str() for command in _plugin_commands()}
         rows |= {name: short_help for name, (_, short_help) in _COMMANDS.items()}
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows.items()))
@@ -108,10 +110,10 @@ def _output_fails() -> bool:
     return False
 
 
-def _plugin_commands() -> dict[str, click.Command]:
+def _plugin_commands() -> tuple[click.Command, ...]:
     from lmcache_core.registry import discover  # scanning the installed distributions takes a while
 
-    return {command.name: command for command in discover().commands if command.name}
+    return discover().commands
 
 
 def _check_that_none_is_broken(name: str) -> None:

@@ -260,6 +260,18 @@ def test_a_plugins_command_is_listed_and_run_and_cant_replace_one_of_ours(
     assert "replaced" not in run("config", "schema").output
 
 
+def test_a_command_that_two_plugins_offer_is_that_of_neither(
+    run: Callable[..., Result], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_commands", [click.Command("greet"), click.Command("greet")])
+    result = run("greet")
+    assert (result.exit_code, result.output) == (
+        1,
+        "Error: 2 plugins offer a command 'greet': uninstall all but one\n",
+    )
+    assert run("--help").output.count("greet") == 1
+
+
 def test_an_unknown_command_is_refused(run: Callable[..., Result]) -> None:
     assert "No such command 'confog'. Did you mean 'config'?" in run("confog").output
     assert "Did you mean" not in run("zzz").output
