@@ -62,8 +62,8 @@ def _other_eps(model: Any) -> None:
     model.model.layers[1].input_layernorm.variance_epsilon = 0.1
 
 
-def _other_activation(model: Any) -> None:
-    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+def _other_activation(model: Any, kind: type[torch.nn.Module] = torch.nn.ReLU) -> None:
+    model.model.layers[0].mlp.act_fn = kind()
 
 
 @pytest.mark.parametrize("change", [_scaled, _other_eps, _other_activation])
@@ -71,6 +71,15 @@ def test_a_changed_setting_of_a_module_is_another_model(change: Any) -> None:
     other = llama()
     change(other)
     assert fields(llama(), other) == {"weights"}
+
+
+def test_two_classes_of_one_file_are_told_apart() -> None:
+    relu, hardtanh = llama(), llama()
+    _other_activation(relu, torch.nn.ReLU6)
+    _other_activation(hardtanh, torch.nn.Hardtanh)
+    # A ReLU6 is a Hardtanh from 0 to 6: with the same attributes only the class tells them apart.
+    hardtanh.model.layers[0].mlp.act_fn.__dict__.update(vars(relu.model.layers[0].mlp.act_fn))
+    assert fields(relu, hardtanh) == {"weights"}
 
 
 class Steer(torch.nn.Module):
@@ -267,6 +276,14 @@ def test_a_hook_on_every_module_is_a_change() -> None:
             check_model(model)
     finally:
         hook.remove()
+
+
+def test_autocast_is_a_change() -> None:
+    model = llama()
+    watch = Watch(model)
+    assert not watch.changed()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert watch.changed()
 
 
 def test_the_watch_lets_be_what_changes_no_kv() -> None:
