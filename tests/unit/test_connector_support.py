@@ -15,7 +15,7 @@ from lmcache_core.connectors.transformers.identity import part_of
 from lmcache_core.connectors.transformers.modules import interventions
 from lmcache_core.connectors.transformers.support import check_model, probe
 from lmcache_core.connectors.transformers.watch import Watch
-from lmcache_core.connectors.transformers.workspace import KVShape
+from lmcache_core.connectors.transformers.workspace import KVShape, RoomyLayer
 from lmcache_core.errors import UnsupportedModel
 
 
@@ -204,6 +204,18 @@ def test_positions_that_padding_moves_are_refused() -> None:
     tuned = llama()
     tuned.config.attn_temperature_tuning = True
     assert "which padding moves" in refusal(tuned)
+
+
+def test_kv_that_leaves_the_cache_it_is_given_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = RoomyLayer.update
+
+    def moving(self: RoomyLayer, *states: torch.Tensor, **options: Any) -> Any:
+        keys, values = update(self, *states, **options)
+        self.keys, self.values = keys.clone(), values.clone()
+        return keys, values
+
+    monkeypatch.setattr(RoomyLayer, "update", moving)
+    assert "takes its KV out of the cache" in refusal(llama())
 
 
 def test_a_model_that_fails_by_itself_is_refused_with_its_error() -> None:
