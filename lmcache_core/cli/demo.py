@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ from lmcache_core.cli.demo_messages import (
 RUNS = {"cold": "no cache", "warm": "cached", "restart": "restarted"}
 SENTENCES = {"warm": "From the cache", "restart": "In a new process, after SIGKILL"}
 LOG_LINES_SHOWN = 15
+ENDING_S = 20.0
 PIPED_WIDTH = 120
 WIDE = 100
 """Columns from which a terminal has room for whole questions in the table."""
@@ -164,24 +166,40 @@ def run_worker(plan: Plan, log_file: Path, results: Results, progress: StageObse
         ) from error
     with started(log_file) as worker:
         assert worker.stdin is not None
-        assert worker.stdout is not None
         try:
-            worker.stdin.write(line + b"\n")
-            worker.stdin.flush()
-            ready = any(
-                take(msgspec.json.decode(said, type=Message), results, progress) for said in worker.stdout
-            )
-        except BrokenPipeError:
-            ready = False
+            how = follow(worker, line, results, progress)
         finally:
             worker.kill()
             with suppress(BrokenPipeError):  # of what it never read
                 worker.stdin.close()
-    if not ready:
+    if how:
         last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
         raise DemoFailed(
-            "\n".join([f"the {plan.phase} worker ended early; its last words:", *last, f"({log_file})"])
+            "\n".join(
+                [f"the {plan.phase} worker ended early, {how}; its last words:", *last, f"({log_file})"]
+            )
         )
+
+
+def follow(worker: subprocess.Popen[bytes], plan: bytes, results: Results, progress: StageObserver) -> str:
+    """Hands the plan over and takes in what the worker says until it is ready; else, how it ended."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    try:
+        worker.stdin.write(plan + b"\n")
+        worker.stdin.flush()
+        for said in worker.stdout:
+            if take(msgspec.json.decode(said, type=Message), results, progress):
+                return ""
+    except BrokenPipeError:
+        pass  # it has ended, or is about to
+    try:
+        code = worker.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        return "without a word"
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL, as the system does where memory runs out"
+    return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
 
 def started(log_file: Path) -> subprocess.Popen[bytes]:

@@ -119,16 +119,25 @@ def test_what_took_longer_is_called_slower(warm_s: float, said: str) -> None:
     assert demo.beside(1.0, warm_s) == said
 
 
+@pytest.mark.parametrize(
+    ("dies", "how"),
+    [
+        ("read plan; exit 3", "with exit code 3;"),
+        ("exec <&-; exit 3", "with exit code 3;"),
+        ("kill -9 $$", "killed by SIGKILL, as the system does where memory"),
+    ],
+    ids=["after the plan", "before it", "killed"],
+)
 def test_a_worker_that_dies_ends_the_demo_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: str, how: str
 ) -> None:
     dying = tmp_path / "python"
-    dying.write_text("#!/bin/sh\nexec <&-\necho 'no more memory' >&2\nexit 3\n")  # reads no plan
+    dying.write_text(f"#!/bin/sh\necho 'no more memory' >&2\n{dies}\n")
     dying.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(dying))
     result = CliRunner().invoke(main, ["demo", "--dir", str(tmp_path / "demo")])
     assert result.exit_code == 1
-    assert "the first worker ended early" in result.output
+    assert f"the first worker ended early, {how}" in result.output
     assert "no more memory" in result.output
     assert "worker-first.log" in result.output
 
