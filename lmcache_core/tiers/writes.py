@@ -142,6 +142,7 @@ class WriteQueue:
             write.cancelled = True
             waiting = not write.running
             if waiting:
+                self._waiting.remove(write)  # it would count against the bound, behind a hung store for long
                 del self._writes[key]
                 self._progress.changed()
         if waiting:
@@ -220,11 +221,9 @@ class WriteQueue:
             write = self._waiting[0]
             if writes and nbytes + write.nbytes > self._target.batch_nbytes:
                 break
-            self._waiting.popleft()
-            if not write.cancelled:
-                writes.append(write)
-                write.running = True
-                nbytes += write.nbytes
+            writes.append(self._waiting.popleft())
+            write.running = True
+            nbytes += write.nbytes
         if not writes:
             return None, False
         batch = _Batch(writes)

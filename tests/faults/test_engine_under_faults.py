@@ -38,6 +38,7 @@ from lmcache_core.identity import Part
 from lmcache_core.sdk import BackendSpec
 from lmcache_core.storage import Capabilities
 from lmcache_core.tiers import StorageTier
+from lmcache_core.tiers.index import IndexStats
 
 PATIENCE_S = 20.0  # where nothing hangs
 DEADLINE_S = 1.0
@@ -399,6 +400,37 @@ def test_a_store_that_is_full_below_its_bound_is_tried_once_more_with_room_made(
         assert controls.items["delete"] == 1
 
 
+def test_a_write_given_up_while_its_store_turns_out_full_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    controls = Controls()
+    tokens = prompt(54, CHUNK)
+    with build(controls, remote()) as engine:
+        store(engine, prompt(55, CHUNK))
+        settle(engine)
+        tier = engine._chain.tiers[0]
+        assert isinstance(tier, StorageTier)
+        (key,) = engine.content(tokens).keys(engine.part)
+        stats = tier.index.stats
+
+        def withdrawn_meanwhile() -> IndexStats:
+            tier.writes.withdraw(key)
+            return stats()
+
+        monkeypatch.setattr(tier.index, "stats", withdrawn_meanwhile)
+        controls.room = 0
+        puts = controls.items["put"]
+        store(engine, tokens)
+        assert engine.flush(PATIENCE_S)
+        monkeypatch.undo()
+        settle(engine)
+        assert controls.items["put"] == puts + 1
+        controls.room = None
+        store(engine, tokens)
+        settle(engine)
+        assert retrieve(engine, tokens) == CHUNK
+
+
 def test_the_rest_of_a_prompt_does_not_push_its_beginning_out() -> None:
     controls = Controls()
     tokens = prompt(37, 8 * CHUNK)
@@ -470,6 +502,33 @@ def test_a_close_waits_no_longer_than_a_call_may_take_for_writes_of_which_none_e
     assert not closing.is_alive()
     controls.let_go("put")
     assert eventually(lambda: not engine._chain.pool.stats().leases)
+
+
+def test_writes_that_were_given_up_leave_their_place_in_the_queue() -> None:
+    controls = Controls()
+    recorder = Recorder()
+    hung = remote(max_in_flight=1, in_flight_bytes="128KiB", queue=2)
+    with build(controls, cpu(), hung, recorder=recorder) as engine:
+        tier = engine._chain.tiers[1]
+        assert isinstance(tier, StorageTier)
+        waiting = tier.writes._waiting
+        controls.hang("put")
+        for seed in range(8):  # some run, two wait, the rest is shed
+            store(engine, prompt(100 + seed, CHUNK))
+            pumped = threading.Event()
+            tier.behind(pumped.set)
+            assert pumped.wait(PATIENCE_S)
+        assert len(waiting) == 2
+        assert any(shed.reason == "queue full" for shed in recorder.of(StoreShed))
+        for write in tuple(waiting):
+            tier.writes.withdraw(write.key)
+        recorder.events.clear()
+        tokens = prompt(110, 2 * CHUNK)
+        store(engine, tokens)
+        assert not recorder.of(StoreShed)
+        controls.let_go("put")
+        settle(engine)
+        assert retrieve(engine, tokens, search_range=["remote"]) == 2 * CHUNK
 
 
 def test_a_shared_store_is_asked_for_what_others_put_there() -> None:
