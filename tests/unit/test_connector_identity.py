@@ -200,6 +200,10 @@ def _behind_autograd(model: Any) -> None:
     model.model.layers[0].mlp.up_proj.weight.data += 0.5
 
 
+def _one_embedding(model: Any) -> None:
+    model.model.embed_tokens.weight.data[77] += 0.5
+
+
 def _replaced(model: Any) -> None:
     model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(torch.zeros(64, 64))
 
@@ -232,7 +236,7 @@ def _configured(model: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(_in_place, _behind_autograd, _replaced, _new_module, _training),
+        *(_in_place, _behind_autograd, _one_embedding, _replaced, _new_module, _training),
         *(_one_training, _steered, _hooked, _patched, _configured, _scaled, _other_eps, _other_activation),
     ],
 )

@@ -23,7 +23,8 @@ class Watch:
     Replaced or resized tensors, modules added, removed or replaced, forward hooks, changed attributes
     and fields of the configuration, and writes that autograd counts are always seen. Writes behind its
     back (`weight.data += delta`) are seen if they touch one of sixteen elements spread over the tensor,
-    as a merged adapter or an optimiser's step does. One to two milliseconds. Thread-safe.
+    as a merged adapter or an optimiser's step does, or a token's embedding. One to two milliseconds.
+    Thread-safe.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,6 +39,9 @@ class Watch:
         self._samples: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self._tensors():
             self._samples.setdefault(tensor.dtype, []).append(_spread(tensor))
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2:  # single rows are written where tokens are added
+            self._samples.setdefault(weight.dtype, []).append(weight.detach()[:, 0])
         self._stamp = self._take()
         self._values = _sampled(self._samples)
         self._changed = False
