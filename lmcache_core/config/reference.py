@@ -21,11 +21,23 @@ _SCALARS: dict[type[inspect.Type], tuple[str, str]] = {
     inspect.StrType: ("string", "text"),
     inspect.NoneType: ("null", "nothing"),
 }
-_CUSTOM: dict[type, tuple[object, str]] = {
-    ByteSize: (["integer", "string"], "size"),
-    Duration: (["number", "string"], "duration"),
-    Path: ("string", "path"),
+_NUMBER = r"^\s*[0-9]{1,19}(\.[0-9]{1,9})?\s*"
+_CUSTOM: dict[type, tuple[dict[str, object], str]] = {
+    ByteSize: (
+        {
+            "type": ["integer", "string"],
+            "minimum": 0,
+            "pattern": _NUMBER + r"(([KkMmGgTt][Ii]?)?[Bb])?\s*$",
+        },
+        "size",
+    ),
+    Duration: (
+        {"type": ["number", "string"], "minimum": 0, "pattern": _NUMBER + r"([UuMm]?[Ss]|[MmHhDd])?\s*$"},
+        "duration",
+    ),
+    Path: ({"type": "string", "pattern": r"^[^$]+$"}, "path"),
 }
+"""What an editor can check of each, and its name. A pattern judges text alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +89,7 @@ def _kind(field_type: inspect.Type) -> str:
     words = []
     for kind in alternatives(field_type):
         if isinstance(kind, inspect.CustomType):
-            words.append(_CUSTOM.get(kind.cls, (None, kind.cls.__name__.lower()))[1])
+            words.append(_CUSTOM.get(kind.cls, ({}, kind.cls.__name__.lower()))[1])
         elif isinstance(kind, inspect.ListType):
             words.append(f"list of {_kind(kind.item_type)}")
         elif isinstance(kind, inspect.DictType):
@@ -120,7 +132,7 @@ def _schema(kind: inspect.Type) -> dict[str, object]:
     if isinstance(kind, inspect.DictType):
         return {"type": "object"}
     if isinstance(kind, inspect.CustomType):
-        return {"type": _CUSTOM[kind.cls][0]}
+        return dict(_CUSTOM[kind.cls][0])
     return {"type": _SCALARS[type(kind)][0], **_bounds(kind)}
 
 

@@ -2,11 +2,22 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 import lmcache_core
-from lmcache_core.config import BreakerConfig, CacheConfig, TierConfig, json_schema, option_table
+from lmcache_core.config import (
+    BreakerConfig,
+    CacheConfig,
+    TierConfig,
+    json_schema,
+    load_config,
+    option_table,
+)
+from lmcache_core.errors import ConfigError
 
 
 def test_the_schema_is_json_and_closes_every_object() -> None:
@@ -17,6 +28,34 @@ def test_the_schema_is_json_and_closes_every_object() -> None:
     assert tier["additionalProperties"] is False
     assert tier["properties"]["breaker"]["properties"]["cool_down"]["default"] == "5s"
     assert tier["properties"]["write"]["enum"] == ["never", "through"]
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        (
+            "in_flight_bytes",
+            ["4GiB", "512 MB", "1.5 KiB", "1024", " 7b ", "8tib"],
+            ["4G", "-3GiB", "4 PiB", "1e9", "", "GiB", "4,5GiB", "4iB"],
+        ),
+        (
+            "deadline",
+            ["100ms", "5s", "2M", "1.5 h", "3", "7us", "1d"],
+            ["5 min", "-1s", "1e3", "", "s", "1:30", "2u"],
+        ),
+    ],
+)
+def test_the_schema_takes_the_text_that_the_loader_takes(key: str, good: list[str], bad: list[str]) -> None:
+    schema = json.loads(json.dumps(json_schema()))["properties"]["tiers"]["items"]["properties"][key]
+    for text in [*good, *bad]:
+        config = {"tiers": [{"name": "a", "backend": "b", key: text}]}
+        try:
+            load_config(config)
+            taken = True
+        except ConfigError as error:
+            taken = "can't work" in str(error)  # too little is no matter of spelling
+        assert (taken, bool(re.search(schema["pattern"], text))) == (text in good, text in good), text
+    assert schema["minimum"] == 0
 
 
 def test_every_key_has_a_description_and_its_default() -> None:
