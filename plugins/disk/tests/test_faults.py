@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lmcache_core.sdk import BackendError, PermissionDenied, Status
+from lmcache_core.sdk import BackendError, BackendUnavailable, PermissionDenied, Status
 from lmcache_core_disk.files import Files
 
 from .support import MIB, PAGE, Disk, Host, ProbedFiles, content, occupied_nbytes
@@ -211,6 +211,39 @@ def test_short_transfers_are_continued(open_disk: OpenDisk) -> None:
     disk = open_disk(files=Short())
     assert disk.put("a", 1, 7, pieces=2).status is Status.OK
     assert disk.holds("a", 1, 7)
+
+
+def test_a_write_that_stops_short_of_its_end_is_no_value(open_disk: OpenDisk) -> None:
+    class Stopping(Files):
+        """Of a file system that takes no more than `most` bytes of a file, and says nothing."""
+
+        most = 1 << 30
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            room = max(self.most - offset, 0)
+            return super().pwritev(fd, [buffers[0][:room]], offset) if room else 0
+
+    files = Stopping()
+    disk = open_disk(files=files, direct_io=False)
+    files.most = 7000
+    assert disk.put("short", 1, 7).status is Status.FAILED
+    assert disk.get("short")[0].status is Status.MISS
+    assert disk.put("fits", 1, 1).status is Status.OK
+    assert disk.holds("fits", 1, 1)
+    disk.close()
+    (disk.path / "shard-000" / "journal").unlink()
+    with pytest.raises(BackendUnavailable, match="short write"):
+        open_disk(files=files)
+
+
+def test_a_file_that_vanishes_at_the_wrong_moment_is_no_reason_to_forget_the_rest(
+    disk: Disk, faults: Faults
+) -> None:
+    faults.arm("open", errno.ENOENT, times=2)
+    assert disk.put("new", 2, 4).status is Status.FAILED
+    assert disk.host.forgotten == []
+    assert disk.holds("old", 1, 4)
+    assert disk.put("new", 2, 4).status is Status.OK
 
 
 def test_a_fifo_in_place_of_a_value_is_never_waited_for(disk: Disk) -> None:

@@ -243,4 +243,7 @@ class Journal:
     def _write_zeros(self, fd: int, start: int, end: int) -> None:
         zeros = memoryview(bytes(min(end - start, _STEP_NBYTES)))
         while start < end:
-            start += self._files.pwritev(fd, [zeros[: end - start]], start)
+            written = self._files.pwritev(fd, [zeros[: end - start]], start)
+            if not written:
+                raise OSError(errno.ENOSPC, "short write to the journal")
+            start += written
