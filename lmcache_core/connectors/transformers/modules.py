@@ -102,10 +102,8 @@ def module_settings(model: PreTrainedModel, adapters: Adapters) -> Iterator[tupl
         base_name = adapters.base_name(name)
         if base_name is not None:
             kind = type(module)
-            places = (
-                kind.__module__,
-                _module_of(kind.forward) or kind.__module__,
-            )  # two where the class is patched
+            # Two where the class's forward was patched.
+            places = (kind.__module__, _module_of(kind.forward) or kind.__module__)
             for place in places:
                 if place not in digests:
                     digests[place] = _code_digest(place, name or kind.__qualname__)
