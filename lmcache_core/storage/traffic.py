@@ -37,9 +37,7 @@ class Traffic:
         self._queue_limit = queue_limit
         self._lock = threading.Lock()  # guards everything below, and the transfers' fields named for it
         self._work = threading.Condition(self._lock)  # threads wait: a job queued, a slot free, closed
-        self._quiet = Watched(
-            self._lock, time.monotonic
-        )  # close waits: no transfer is live, or all are stuck
+        self._quiet = Watched(self._lock, time.monotonic)  # close waits: none is live, or all are stuck
         self._slots = max_in_flight
         self._closed = False
         self._live: dict[int, Transfer] = {}  # by id of the job

@@ -92,9 +92,7 @@ def replay(memory: bytes) -> Replay:
     result = Replay()
     values, owners = result.values, dict[int, Value]()
     if not memory.startswith(_START):
-        result.torn = bool(
-            memory
-        )  # even if all zeros, as a power loss leaves it: it has no start to append to
+        result.torn = len(memory) > 0  # all zeros too, as a power loss leaves it: no start to append to
         return result
     view = memoryview(memory)
     unpack, crc32, head_nbytes, limit = _HEAD.unpack_from, zlib.crc32, _HEAD.size, len(memory)

@@ -62,9 +62,7 @@ class Slots:
         self._slot_nbytes = 0  # the part of used that lies in slots
         self._free: dict[int, list[Slot]] = {}
         self._free_nbytes = 0
-        self._stuck: deque[tuple[Slot, bool]] = (
-            deque()
-        )  # not unlinked when they should have been; whose id serves again
+        self._stuck: deque[tuple[Slot, bool]] = deque()  # could not be unlinked; whether the id serves again
         self._spare_ids: list[int] = []  # heap: low numbers are used first, so directories stay few
         self._directories: set[int] = set()
         self.written = [0, 0]  # values written to new slots, to recycled ones
