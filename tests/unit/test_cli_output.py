@@ -30,12 +30,11 @@ def run(
     *arguments: str | Path,
     output: int = subprocess.PIPE,
     environment: dict[str, str] | None = None,
-    said: bytes = b"",
 ) -> tuple[int, str, str]:
     """Runs Python in a process of its own: its exit code, output and errors."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        input=said,
+        stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.PIPE,
         env={**os.environ, **(environment or {})},
@@ -125,4 +124,18 @@ demo_worker.main()
     plan = Plan(phase="first", config="né", model=None, model_cache="", repeats=1, max_new_tokens=1)
     said = msgspec.json.encode(plan) + b"\n"
     expected = msgspec.json.encode(Stage("né", 1.0)).decode() + "\n"
-    assert run("-c", code, environment=ASCII, said=said) == (0, expected, "")
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,  # open until it is done: it ends with whoever holds the other end
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **ASCII},
+    )
+    with worker:
+        assert worker.stdin
+        assert worker.stdout
+        assert worker.stderr
+        worker.stdin.write(said)
+        worker.stdin.flush()
+        assert (worker.stdout.read().decode(), worker.stderr.read().decode()) == (expected, "")
+    assert worker.returncode == 0
