@@ -179,6 +179,6 @@ def test_under_pytest_figures_stand_in_the_summary(pytester: pytest.Pytester) ->
         """
     )
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "bare_medium")
-    result.stdout.fnmatch_lines(
+    result.stdout.fnmatch_lines_random(  # what is below its floor, as on a busy machine, comes last
         ["*conformance: performance*", "TestMine: writes of *GB/s*of a plain copy*", "TestMine: reads of *"]
     )
