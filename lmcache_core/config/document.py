@@ -59,11 +59,7 @@ def parse_document(text: str, source: str, *, example: str = "key: value") -> Do
         value = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_yaml_fault(error, source)) from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        OverflowError,
-    ) as error:  # values such as a number of a thousand digits
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # such as a number of a thousand digits
         detail = _NOT_SHOWN.sub(" ", str(error))
         raise ConfigError(f"{source}: not readable as YAML: {detail}") from error
     if value is None:

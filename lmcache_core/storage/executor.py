@@ -254,7 +254,7 @@ class TierExecutor:
         for transfer in running:
             transfer.cancel_call()
         close_backend(self._backend, self.tier, deadline - self.now())
-        for transfer in self._traffic.wait_stuck(deadline - self.now()):
+        for transfer in self._traffic.wait_quiet(deadline - self.now()):
             if transfer.give_up(self._failed(BackendClosed, "closed while it ran", transfer)):
                 self._traffic.mark_stuck(transfer)
         self._alarm.stop()

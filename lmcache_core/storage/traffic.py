@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache_core.storage.call import Job
@@ -123,7 +122,7 @@ class Traffic:
         with self._lock:
             del self._live[id(transfer.job)]
             self._bytes -= transfer.nbytes
-            if not self._live:
+            if not self._live or self._closed:
                 self._quiet.changed()
 
     # --- taking transfers out of their way
@@ -182,15 +181,13 @@ class Traffic:
         return queued, running
 
     def wait_quiet(self, timeout_s: float) -> list[Transfer]:
-        """Waits until no transfer is live, and returns those that still are."""
-        return self._wait(lambda: not self._live, timeout_s)
+        """Waits until no transfer is live, and returns those that still are.
 
-    def wait_stuck(self, timeout_s: float) -> list[Transfer]:
-        """The same, but waits for none that is stuck: it was given up, and nobody wants what it brings."""
-        return self._wait(lambda: all(transfer.stuck for transfer in self._live.values()), timeout_s)
-
-    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> list[Transfer]:
-        self._quiet.wait_for(condition, time.monotonic() + timeout_s)
+        It waits for none that is stuck: it was given up, and nobody wants what it brings.
+        """
+        self._quiet.wait_for(
+            lambda: all(each.stuck for each in self._live.values()), time.monotonic() + timeout_s
+        )
         with self._lock:
             return list(self._live.values())
 

@@ -13,7 +13,8 @@ LATE = Outcome(status=Status.TIMEOUT)
 
 
 class LoadQueue:
-    """Holds loads back instead of having them refused as busy. Thread-safe; never blocks.
+    """Holds loads back instead of having them refused as busy. Thread-safe; never blocks. Only for threads
+    that Ctrl-C doesn't come to.
 
     The more urgent go first, then those that came first. A job and its bytes count until the backend has let
     go of them, so a hung store fills the bounds; what waits then ends at its deadline, at the latest when the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -222,7 +223,9 @@ class Scenario:
 
     def quiet(self) -> None:
         """Waits until the backend has let go of everything, and every job is finished."""
-        assert not self.executor._traffic.wait_quiet(PATIENCE_S), "jobs don't finish"
+        traffic = self.executor._traffic
+        ended = traffic._quiet.wait_for(lambda: not traffic._live, time.monotonic() + PATIENCE_S)
+        assert ended, "jobs don't finish"
 
     @property
     def counters(self) -> dict[str, int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from executor_scenario import FakeClock, RecordingJob
+from scripted_backend import PATIENCE_S
 
 from lmcache_core.storage import Operation, Outcome, Status
 from lmcache_core.storage.traffic import Traffic
@@ -145,3 +148,23 @@ def test_a_transfer_given_up_when_it_has_just_finished_does_not_finish_again() -
             one.release()
     assert owner.num_finished == 1
     assert job.faults == []
+
+
+def test_who_waits_for_quiet_is_told_when_the_last_that_is_not_stuck_ends() -> None:
+    traffic = Traffic(max_in_flight=2, in_flight_bytes=2 * NBYTES, queue_limit=2)
+    stuck, running = transfer(), transfer()
+    for one in (stuck, running):
+        traffic.admit(one)
+        assert traffic.next() is one
+    traffic.close()
+    traffic.mark_stuck(stuck)
+    left: list[list[Transfer]] = []
+    waiter = threading.Thread(target=lambda: left.append(traffic.wait_quiet(10 * PATIENCE_S)), daemon=True)
+    waiter.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not traffic._quiet._waiting and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
+    traffic.leave_slot(running)
+    traffic.finish(running)
+    waiter.join(PATIENCE_S)
+    assert left == [[stuck]]
