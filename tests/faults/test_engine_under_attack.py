@@ -27,7 +27,7 @@ from cache_scenario import (
     settle,
     store,
 )
-from faulty_backends import Controls, faulty
+from faulty_backends import PATIENCE_S, Controls, build, faulty, remote
 
 from lmcache_core.engine import CacheEngine
 from lmcache_core.errors import ConfigError
@@ -36,24 +36,8 @@ from lmcache_core.identity import Content, HostScheme, ModelRecord, Part
 from lmcache_core.storage import Capabilities
 
 FRAME = 16_384
-PATIENCE_S = 20.0  # where nothing hangs
 DEADLINE_S = 0.5
 SLACK_S = 3.0  # for a busy machine; a hang would be 60 s
-
-
-def remote(**settings: object) -> dict[str, object]:
-    return {
-        "name": "remote",
-        "backend": "faulty",
-        "capacity": "64MiB",
-        "deadline": PATIENCE_S,
-        "breaker": {"failures": 1000},
-        **settings,
-    }
-
-
-def build(controls: Controls, *tiers: dict[str, object], **settings: object) -> CacheEngine:
-    return engine_of(config_of(*tiers, **settings), registry=faulty(controls))
 
 
 def test_content_of_another_model_is_refused() -> None:

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
+from cache_scenario import Recorder, config_of, engine_of
 
+from lmcache_core.engine import CacheEngine
 from lmcache_core.registry import Registry, discover
 from lmcache_core.sdk import (
     Backend,
@@ -25,6 +27,8 @@ from lmcache_core.sdk import (
     Status,
     StorageKey,
 )
+
+PATIENCE_S = 20.0  # where nothing hangs
 
 
 class Controls:
@@ -169,3 +173,21 @@ def faulty(controls: Controls) -> Registry:
     registry = discover()
     registry.add(BackendSpec(name="faulty", target="faulty_backends:Faulty", api=(1, 0)), Faulty)
     return registry
+
+
+def remote(**settings: object) -> dict[str, object]:
+    """A tier of such a backend, for a config."""
+    return {
+        "name": "remote",
+        "backend": "faulty",
+        "capacity": "64MiB",
+        "deadline": PATIENCE_S,
+        "breaker": {"failures": 1000},
+        **settings,
+    }
+
+
+def build(
+    controls: Controls, *tiers: dict[str, object], recorder: Recorder | None = None, **settings: object
+) -> CacheEngine:
+    return engine_of(config_of(*tiers, **settings), registry=faulty(controls), recorder=recorder)
