@@ -190,7 +190,9 @@ def test_a_tier_that_stores_nothing_is_told_with_its_reason(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(Path(full_plugin.__file__).parent)]))
     monkeypatch.syspath_prepend(str(site))
     config = tmp_path / "tiers.yaml"
-    config.write_text("tiers: [{name: far, backend: full, capacity: 64MiB}]\n", encoding="utf-8")
+    config.write_text(
+        "tiers: [{name: far, backend: full, capacity: 64MiB, breaker: {failures: 1000}}]\n", encoding="utf-8"
+    )
     result = run_demo("--repeats", "1", "--config", str(config))
     assert result.exit_code == 0, result.output
     assert "are identical: 6 of 6" in result.output
